@@ -1,0 +1,1 @@
+"""Values that every part speaks.  Imports nothing of ours but errors."""
