@@ -27,7 +27,7 @@ class Address:
 
 
 def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> Address:
-    """"host:port", "[v6]:port", "host", "http://host:port" (as upstream writes it), "unix:/path"."""
+    """ "host:port", "[v6]:port", "host", "http://host:port" (as upstream writes it), "unix:/path"."""
     rest = text.strip()
     if rest.startswith("unix:"):
         path = rest[len("unix:") :]
@@ -40,7 +40,9 @@ def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> Address:
         host, port = rest, str(default_port)
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 <= int(port) <= 65535:
-        raise ConfigError(f"{text!r} is no address: write HOST:PORT (127.0.0.1:50055) or unix:/path")
+        raise ConfigError(
+            f"{text!r} is no address: write HOST:PORT (127.0.0.1:50055) or unix:/path"
+        )
     return Address(host, int(port))
 
 

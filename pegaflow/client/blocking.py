@@ -71,7 +71,7 @@ class BlockingSession(BlockingNode):
         timeout_s: float,
         client: str = "",
     ) -> None:
-        """Connect and open within ``timeout_s``; raises of the error tree, and leaves nothing open."""
+        """Connect and open within ``timeout_s``; raises of the error tree, leaves nothing open."""
         end = time.monotonic() + timeout_s
         super().__init__(address, timeout_s)
         request = m.OpenRequest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import mmap
 import os
 import secrets
@@ -35,10 +36,8 @@ class SharedMemory:
     def close(self) -> None:
         """Drop our reference; the daemon's own keeps the bytes while it copies."""
         self.view = np.zeros(0, np.uint8)
-        try:
+        with contextlib.suppress(BufferError):  # a view that the caller still holds keeps it
             self._map.close()
-        except BufferError:
-            pass  # the caller still holds a view; it goes with that
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -80,9 +79,9 @@ def layout_of(
 ) -> GroupLayout:
     """The layout of one rank from its tensors, each shaped (.., blocks, ..) over one allocation.
 
-    ``views[i]`` is one layer; ``base_address`` is where the region begins; ``block_axis`` is the axis
-    that counts blocks.  The bytes of a block are cut into maximal contiguous runs, in memory order of
-    the remaining axes.
+    ``views[i]`` is one layer; ``base_address`` is where the region begins; ``block_axis`` is the
+    axis that counts blocks.  The bytes of a block are cut into maximal contiguous runs, in memory
+    order of the remaining axes.
     """
     runs: list[Run] = []
     count = views[0].shape[block_axis]

@@ -12,7 +12,7 @@ import trio
 
 from pegaflow import __version__
 from pegaflow.client.address import Address, connect_socket, parse_address
-from pegaflow.errors import DeadlineExceeded, PegaflowError, PeerGone
+from pegaflow.errors import DeadlineExceeded, PeerGone, PegaflowError
 from pegaflow.model import messages as m
 from pegaflow.model.keys import InstanceId, LeaseToken, Manifest, Namespace
 from pegaflow.rpc import calls

@@ -1,4 +1,4 @@
-"""Requests and replies of the node protocol as plain values (schema/node.capnp says what they mean)."""
+"""Requests and replies of the node protocol as plain values; schema/node.capnp has the meaning."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RegisterRequest:
 
 @attrs.frozen
 class QueryRequest:
-    """Hashes in prefix order; ``parent`` is the hash before the first one, b"" at a prompt's start."""
+    """Hashes in prefix order; ``parent`` is the hash before them, b"" at a prompt's start."""
 
     group: int
     hashes: list[BlockHash]

@@ -11,7 +11,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_size_bytes(text: str) -> int:
-    """"30gb", "1.5 GB", "4096" -> bytes; binary multiples, as upstream's flags have them.
+    """ "30gb", "1.5 GB", "4096" -> bytes; binary multiples, as upstream's flags have them.
 
     Raises :exc:`ConfigError` for anything else.
     """

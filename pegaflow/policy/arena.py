@@ -185,5 +185,6 @@ class Arena:
         for (a, size), (b, _) in pairwise(everything):
             assert a + size <= b, f"{a}+{size} overlaps {b}"
         for offset, size in everything:
-            assert any(a <= offset and offset + size <= b for a, b in self._ranges)
+            inside = (min(b, offset + size) - max(a, offset) for a, b in self._ranges)
+            assert sum(part for part in inside if part > 0) == size, "outside of the pool"
             assert not any(offset < seam < offset + size for seam in self._seams)

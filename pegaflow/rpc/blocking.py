@@ -1,12 +1,13 @@
-"""pycapnp for synchronous code: no event loop, no thread; each call pumps its socket until it is done.
+"""pycapnp for synchronous code: no event loop, no thread; each call pumps its socket until it is
+done.
 
-Two and a half times faster than a loop in another thread, and without contention for the GIL, which is
-what an engine's scheduler wants.
+Two and a half times faster than a loop in another thread, and without contention for the GIL,
+which is what an engine's scheduler wants.
 
-An engine process runs its own garbage collection in whatever thread it likes, and a capnp object that is
-freed outside its thread aborts the process.  So no capnp object is ever reachable from an object that a
-caller holds: callers get a :class:`Wire` with a number, the objects live in a table that only their
-own thread touches, and neither results nor exceptions carry any of them.
+An engine process runs its own garbage collection in whatever thread it likes, and a capnp object
+that is freed outside its thread aborts the process.  So no capnp object is ever reachable from an
+object that a caller holds: callers get a :class:`Wire` with a number, the objects live in a table
+that only their own thread touches, and neither results nor exceptions carry any of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import TypeVar
 import attrs
 import capnp
 
-from pegaflow.errors import DeadlineExceeded, PegaflowError, PeerGone
+from pegaflow.errors import DeadlineExceeded, PeerGone, PegaflowError
 from pegaflow.rpc.connections import Limits
 from pegaflow.rpc.kjloop import Handle
 
@@ -156,7 +157,7 @@ class _Transport:
 
 
 class _Loop:
-    """The running asyncio loop as far as pycapnp can tell; one a thread, shared by its connections."""
+    """What pycapnp takes for the running asyncio loop; one a thread, shared by connections."""
 
     def __init__(self) -> None:
         self.ready: collections.deque[Handle] = collections.deque()
@@ -276,8 +277,8 @@ def _leave(loop: _Loop) -> None:
 class Wire:
     """A connection, as its owner sees it: a number.  Use and close it in the thread that opened it.
 
-    Dropping the last reference elsewhere is safe: the socket is shut down, so that the peer notices,
-    and the capnp objects stay until their thread opens or closes another connection.
+    Dropping the last reference elsewhere is safe: the socket is shut down, so that the peer
+    notices, and the capnp objects stay until their thread opens or closes another connection.
     """
 
     def __init__(self, sock: socket.socket, limits: Limits) -> None:
@@ -322,9 +323,10 @@ class Wire:
         """Start a call, pump until it is answered, read plain values out of the answer.
 
         ``keep`` is a name and how to get a capability out of the answer, to be kept under it.
-        ``end`` is in ``time.monotonic()`` seconds.  After :exc:`DeadlineExceeded` the call is dropped
-        and the connection stays usable, unless part of a message is unsent; after :exc:`PeerGone` it
-        is of no use.  Whatever ``read`` raises of our own error tree is passed on.
+        ``end`` is in ``time.monotonic()`` seconds.  After :exc:`DeadlineExceeded` the call is
+        dropped and the connection stays usable, unless part of a message is unsent; after
+        :exc:`PeerGone` it is of no use.  Whatever ``read`` raises of our own error tree is passed
+        on.
         """
         connection = self._connection()
         outcome: T | PegaflowError
@@ -337,7 +339,7 @@ class Wire:
             outcome = DeadlineExceeded("no answer within the deadline")
         except (OSError, capnp.KjException) as exc:
             outcome = PeerGone(f"the connection broke: {_describe(exc)}")
-        except Exception as exc:  # noqa: BLE001 - what a hostile peer's bytes may cause in pycapnp
+        except Exception as exc:
             outcome = PeerGone(f"the peer's answer can't be read: {type(exc).__name__}")
         if isinstance(outcome, PegaflowError):
             if isinstance(outcome, PeerGone) or connection.transport.out:

@@ -111,9 +111,7 @@ async def serve_connection(
         protocol = factory()
         transport = Transport(loop, sock, protocol, gate=True)
         protocol.connection_made(transport)
-        server = capnp.TwoPartyServer(
-            box[0], bootstrap=bootstrap(connection), **limits.capnp
-        )
+        server = capnp.TwoPartyServer(box[0], bootstrap=bootstrap(connection), **limits.capnp)
         nursery.start_soon(transport.run)
         nursery.start_soon(_watch, connection, nursery.cancel_scope)
         try:
@@ -185,7 +183,7 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def connect(loop: KjLoop, sock: socket.socket, limits: Limits) -> AsyncIterator[object]:
-    """A client connection over a connected socket, which it owns; yields pycapnp's TwoPartyClient."""
+    """A client over a connected socket, which it owns; yields pycapnp's TwoPartyClient."""
     box: list[object] = []
     factory = await capnp.AsyncIoStream.create_server(box.append)
     async with trio.open_nursery() as nursery:

@@ -39,7 +39,7 @@ MESSAGE_CHARS_MAX = 500
 class Struct(Protocol):
     """A pycapnp reader or builder: fields are attributes; ``which`` and ``init`` as in its docs."""
 
-    def __getattr__(self, name: str) -> "Field": ...
+    def __getattr__(self, name: str) -> Field: ...
     def __setattr__(self, name: str, value: object) -> None: ...
 
 
@@ -48,9 +48,9 @@ class Field(Struct, Protocol):
 
     def __int__(self) -> int: ...
     def __len__(self) -> int: ...
-    def __iter__(self) -> "FieldIterator": ...
-    def __getitem__(self, index: int) -> "Field": ...
-    def __call__(self, *args: object) -> "Field": ...
+    def __iter__(self) -> FieldIterator: ...
+    def __getitem__(self, index: int) -> Field: ...
+    def __call__(self, *args: object) -> Field: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 
@@ -58,7 +58,7 @@ class FieldIterator(Protocol):
     """Iterates a list field."""
 
     def __next__(self) -> Field: ...
-    def __iter__(self) -> "FieldIterator": ...
+    def __iter__(self) -> FieldIterator: ...
 
 
 # -- small parts ----------------------------------------------------------------------------------
@@ -78,14 +78,14 @@ def _name(value: object, field: str) -> str:
 
 
 def _parent(value: object) -> bytes:
-    parent = bytes(value)  # type: ignore[call-overload]  # Data
+    parent: bytes = bytes(value)  # type: ignore[call-overload]  # Data
     if len(parent) > 64:
         raise BadRequest(f"parent hash has {len(parent)} bytes; at most 64 are allowed", "parent")
     return parent
 
 
 def _token(value: object, field: str) -> bytes:
-    token = bytes(value)  # type: ignore[call-overload]  # Data
+    token: bytes = bytes(value)  # type: ignore[call-overload]  # Data
     if len(token) != TOKEN_BYTES:
         raise BadRequest(f"{field} has {len(token)} bytes; it must have {TOKEN_BYTES}", field)
     return token
@@ -95,7 +95,9 @@ def u32_list(data: object, field: str) -> NDArray[np.uint32]:
     """Little-endian u32 array out of one Data field; a copy."""
     raw = bytes(data)  # type: ignore[call-overload]  # Data
     if len(raw) % 4:
-        raise BadRequest(f"{field} has {len(raw)} bytes; 32-bit numbers need a multiple of 4", field)
+        raise BadRequest(
+            f"{field} has {len(raw)} bytes; 32-bit numbers need a multiple of 4", field
+        )
     return np.frombuffer(raw, "<u4").astype(np.uint32)
 
 
@@ -252,7 +254,9 @@ def _read_region(reader: Struct) -> Region:
                 f"a CUDA IPC handle has {CUDA_HANDLE_BYTES} bytes, not {len(handle)}",
                 "regions.handle",
             )
-        source = CudaIpc(handle, _name(part.deviceUuid, "regions.deviceUuid"), int(part.offsetBytes))
+        source = CudaIpc(
+            handle, _name(part.deviceUuid, "regions.deviceUuid"), int(part.offsetBytes)
+        )
     return Region(size, source)
 
 

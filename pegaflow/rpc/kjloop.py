@@ -1,18 +1,19 @@
 """pycapnp's KJ event loop driven by Trio: no asyncio loop in the process.
 
-pycapnp asks little of "the asyncio loop".  It looks it up with ``asyncio.get_running_loop()``, keeps
-its KJ loop in an attribute of it, and calls ``call_soon``, ``create_future``, ``create_task``,
-``create_server``, ``create_connection`` and ``call_exception_handler``.  :class:`KjLoop` offers exactly
-that, so that
+pycapnp asks little of "the asyncio loop".  It looks it up with ``asyncio.get_running_loop()``,
+keeps its KJ loop in an attribute of it, and calls ``call_soon``, ``create_future``,
+``create_task``, ``create_server``, ``create_connection`` and ``call_exception_handler``.
+:class:`KjLoop` offers exactly that, so that
 
 * KJ turns run inline, in whichever Trio task made KJ runnable;
 * futures that pycapnp returns are awaitable from Trio, and cancelling the Trio scope drops the KJ
   promise, which sends Finish to the peer;
-* server methods run in place (:class:`Immediate`) or as Trio tasks of their connection (:class:`Call`).
+* server methods run in place (:class:`Immediate`) or as Trio tasks of their connection
+(:class:`Call`).
 
-Hazards that shape this file (each is tested in tests/rpc/test_hazards.py): a ``_CallContext`` dangles once
-its call is over; a capnp object released outside the loop's thread aborts the process, also when
-Python's cyclic collector does it; an exception's text reaches the peer.
+Hazards that shape this file (each is tested in tests/rpc/test_hazards.py): a ``_CallContext``
+dangles once its call is over; a capnp object released outside the loop's thread aborts the
+process, also when Python's cyclic collector does it; an exception's text reaches the peer.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class Future(_Pending):
                 return trio.lowlevel.Abort.SUCCEEDED
 
             self._task = trio.lowlevel.current_task()
-            yield from trio.lowlevel.wait_task_rescheduled(abort).__await__()
+            yield from trio.lowlevel.wait_task_rescheduled(abort).__await__()  # noqa: ASYNC105
         return self.result()
 
     __iter__ = __await__
@@ -185,7 +186,7 @@ class Call(Coroutine[object, object, object]):
     def send(self, value: object) -> object:
         raise RuntimeError
 
-    def throw(self, *args: object) -> object:  # type: ignore[override]  # never called
+    def throw(self, *args: object) -> object:
         raise RuntimeError
 
     def close(self) -> None:
@@ -248,7 +249,7 @@ class Task(_Pending):
     def run_in_place(self, call: Immediate) -> None:
         try:
             call.fn(*call.args)
-        except Exception as exc:  # noqa: BLE001 - becomes the call's answer
+        except Exception as exc:
             self._loop.report(exc)
             self._state, self._value = self.FAILED, exc.with_traceback(None)
         else:
@@ -268,7 +269,7 @@ class Task(_Pending):
                 value = await call.fn(*call.args)
                 if not self._context_dead:
                     call.fill(call.context.results, value)
-        except Exception as exc:  # noqa: BLE001 - becomes the call's answer
+        except Exception as exc:
             self._loop.report(exc)
             self._end(self.FAILED, exc.with_traceback(None))
         except BaseException:
@@ -285,7 +286,7 @@ class Task(_Pending):
         try:
             with self._scope:
                 await coroutine
-        except Exception as exc:  # noqa: BLE001 - becomes the call's answer
+        except Exception as exc:
             self._end(self.FAILED, exc.with_traceback(None))
         else:
             self._end(self.CANCELLED if self._scope.cancelled_caught else self.DONE, None)
@@ -415,7 +416,7 @@ async def _raise(exc: Exception) -> None:
 
 
 async def _drive_asyncio_style(coroutine: Coroutine[Future | None, None, object]) -> None:
-    """Run a coroutine of pycapnp that awaits asyncio-flavoured futures (entering and leaving KJ)."""
+    """Run a coroutine of pycapnp that awaits asyncio-flavoured futures: entering, leaving KJ."""
     try:
         future = coroutine.send(None)
         while True:
@@ -423,7 +424,6 @@ async def _drive_asyncio_style(coroutine: Coroutine[Future | None, None, object]
                 await trio.lowlevel.checkpoint()
             else:
                 settled = trio.Event()
-                future._asyncio_future_blocking = False
                 future.add_done_callback(lambda _, event=settled: event.set())  # type: ignore[misc]
                 await settled.wait()
             future = coroutine.send(None)

@@ -1,8 +1,8 @@
 """The daemon's capabilities: parse, call a handler, fill the answer.
 
-Parsing happens in the synchronous part of a method, where the call's context is alive and calls arrive in
-order; what must keep that order (query, release) also runs there.  What waits for a device runs as a task
-of the connection, gets plain values and returns one.
+Parsing happens in the synchronous part of a method, where the call's context is alive and calls
+arrive in order; what must keep that order (query, release) also runs there.  What waits for a
+device runs as a task of the connection, gets plain values and returns one.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Methods:
                 self._answer(method, context, run(), fill, began)
             except AssertionError:
                 raise
-            except Exception as exc:  # noqa: BLE001 - every failure of a call is its answer
+            except Exception as exc:
                 self._refuse(method, context.results, exc, began)
 
         return Immediate(body)
@@ -113,7 +113,7 @@ class _Methods:
                     f"{connection.in_flight} calls of this connection are in flight already"
                 )
             request = parse(context.params)
-        except Exception as exc:  # noqa: BLE001 - every failure of a call is its answer
+        except Exception as exc:
             # Bound outside the except block: a kept exception would keep its frames.
             refusal = exc.with_traceback(None)
             return Immediate(self._refuse, method, context.results, refusal, began)
@@ -131,7 +131,7 @@ class _Methods:
             return await run(request)
         except AssertionError:
             raise
-        except Exception as exc:  # noqa: BLE001 - every failure of a call is its answer
+        except Exception as exc:
             return exc
         finally:
             self._connection.in_flight -= 1
@@ -174,9 +174,7 @@ class SessionServer(_Methods, schema.node.Session.Server):  # type: ignore[misc]
         return self._now(
             "query",
             context,
-            lambda: self._handler.query(
-                convert.read_query_request(context.params.request)
-            ),
+            lambda: self._handler.query(convert.read_query_request(context.params.request)),
             convert.write_query_reply,
         )
 

@@ -32,8 +32,8 @@ class StreamProtocol(Protocol):
 class Transport:
     """Owns one socket: reads ahead into one buffer, coalesces writes, one send a KJ turn.
 
-    ``gate`` (servers): read no further requests while the peer does not read our replies, so that it
-    can't grow us.  A client must always read, or two full pipes would wait for each other.
+    ``gate`` (servers): read no further requests while the peer does not read our replies, so that
+    it can't grow us.  A client must always read, or two full pipes would wait for each other.
     """
 
     def __init__(
