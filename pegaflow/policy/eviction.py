@@ -21,6 +21,8 @@ from pegaflow.policy.index import LEAVING, NO_ROW, ROW_BITS, SEALED, Rows, Shelf
 
 ROW_MASK = (1 << ROW_BITS) - 1
 Victim = tuple[Shelf, int]
+Fresh = tuple[Shelf, Rows, list[bytes]]
+"""Rows of one run that have just been sealed, in prefix order, and the hash before each."""
 
 
 @attrs.define(eq=False)
@@ -45,6 +47,25 @@ class LeafFirst:
         shelf.used[rows] = stamps
         self.tick += len(rows)
         return bool((shelf.used[rows] == stamps).all())
+
+    def welcome(self, fresh: list[Fresh]) -> int:
+        """Stamp, link and queue blocks that have just been sealed; returns how many.
+
+        First all stamps, then all links: the order of a save decides who may be whose parent.
+        """
+        base = self.tick
+        blocks = sum(len(rows) for _, rows, _ in fresh)
+        self.tick = at = base + blocks
+        for shelf, rows, _ in fresh:
+            shelf.used[rows] = np.arange(at, at - len(rows), -1)
+            at -= len(rows)
+        for shelf, rows, parents in fresh:
+            shelf.link(rows, parents, base)
+        for shelf, rows, _ in fresh:
+            shelf.adopt(rows)
+        for shelf, rows, _ in fresh:
+            self.offer(shelf, rows)
+        return blocks
 
     def pin(self, shelf: Shelf, rows: Rows) -> None:
         """Forbid that the rows (each once, sealed) leave, until :meth:`unpin`."""

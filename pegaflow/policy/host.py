@@ -28,7 +28,7 @@ from pegaflow.model.keys import (
 from pegaflow.model.messages import Loading, Ready, SaveRun
 from pegaflow.policy import sealing
 from pegaflow.policy.arena import Arena
-from pegaflow.policy.eviction import LeafFirst, Victim
+from pegaflow.policy.eviction import Fresh, LeafFirst, Victim
 from pegaflow.policy.index import ABSENT, SEALED, Partial, Rows, Shelf
 from pegaflow.policy.leases import Lease, Leases
 
@@ -412,7 +412,7 @@ class Host:
         del self._saves[id(plan)]
         plan._space.open_plans -= 1
         slot, stamp = plan.order.slot_index, Partial(now, plan.order.instance)
-        fresh: list[tuple[Shelf, Rows, list[bytes]]] = []
+        fresh: list[Fresh] = []
         parts: list[tuple[int, Rows]] = []
         stored = at = 0
         for part, shelf, rows in zip(plan.parts, plan._shelves, plan._rows, strict=True):
@@ -427,27 +427,10 @@ class Host:
                 before = [run.hashes[i - 1] if i else run.parent for i in positions.tolist()]
                 fresh.append((shelf, rows[done.sealed], before))
                 parts.append((part.run_index, positions))
-        blocks = self._publish(fresh)
+        blocks = self._order.welcome(fresh)
+        self._counters.insertions += blocks
         self._counters.failed += at - stored
         return Sealed(stored, at - stored, blocks, tuple(parts))
-
-    def _publish(self, fresh: list[tuple[Shelf, Rows, list[bytes]]]) -> int:
-        """Stamp, link and queue blocks that have just been sealed."""
-        base = self._order.tick
-        blocks = sum(len(rows) for _, rows, _ in fresh)
-        at = base + blocks
-        for shelf, rows, _ in fresh:
-            shelf.used[rows] = np.arange(at, at - len(rows), -1)
-            at -= len(rows)
-        self._order.tick = base + blocks
-        for shelf, rows, before in fresh:
-            shelf.link(rows, before, base)
-        for shelf, rows, _ in fresh:
-            shelf.adopt(rows)
-        for shelf, rows, _ in fresh:
-            self._order.offer(shelf, rows)
-        self._counters.insertions += blocks
-        return blocks
 
     # ---- query and load
 
@@ -560,10 +543,15 @@ class Host:
                 out.append(StaleBlocks(shelf.namespace, shelf.group, len(rows)))
         return out
 
-    def drop_owner(self, owner: SessionId) -> int:
-        """A session ended: its leases end, and it uses no namespace.  Returns its leases' count."""
+    def drop_leases(self, owner: SessionId) -> int:
+        """Give back every lease of a session.  Returns their count."""
         count, ended = self._leases.drop_owner(owner)
         self._unpin(ended)
+        return count
+
+    def drop_owner(self, owner: SessionId) -> int:
+        """A session ended: its leases end, and it uses no namespace.  Returns its leases' count."""
+        count = self.drop_leases(owner)
         for namespace, space in list(self._spaces.items()):
             if owner in space.owners:
                 space.owners.remove(owner)

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+)
 
 from pegaflow.policy.arena import Arena
 
@@ -34,7 +42,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.next_page = start + pages
 
     @rule(target=extents, count=st.integers(0, 12), size=st.integers(1, 5 * PAGE))
-    def allocate(self, count: int, size: int):
+    def allocate(self, count: int, size: int) -> MultipleResults[tuple[int, int]]:
         pages = -(-size // PAGE)
         could = self._longest_run()
         offsets = self.arena.allocate(count, size)
@@ -89,7 +97,7 @@ TestArena = ArenaMachine.TestCase
 TestArena.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_an_extent_never_crosses_a_seam_but_may_cross_an_adjacent_border():
+def test_an_extent_never_crosses_a_seam_but_may_cross_an_adjacent_border() -> None:
     seamed, joined = Arena(), Arena()
     for arena, adjacent in ((seamed, False), (joined, True)):
         arena.add_memory(0, 1024)
@@ -102,7 +110,7 @@ def test_an_extent_never_crosses_a_seam_but_may_cross_an_adjacent_border():
     seamed.validate([])
 
 
-def test_what_is_wrong_is_refused():
+def test_what_is_wrong_is_refused() -> None:
     arena = Arena()
     arena.add_memory(0, 4096)
     with pytest.raises(AssertionError, match="overlap"):
@@ -117,7 +125,7 @@ def test_what_is_wrong_is_refused():
         Arena(align_bytes=500)
 
 
-def test_validate_sees_a_leak_and_an_overlap():
+def test_validate_sees_a_leak_and_an_overlap() -> None:
     arena = Arena()
     arena.add_memory(0, 4096)
     taken = arena.allocate(2, 1024).tolist()

@@ -75,7 +75,7 @@ class LeasesMachine(RuleBasedStateMachine):
         instance=st.sampled_from("AB"),
         rank=st.integers(0, 2),
     )
-    def redeem(self, number: int, instance: str, rank: int):
+    def redeem(self, number: int, instance: str, rank: int) -> tuple[int, Lease] | None:
         naive = self.model[number] if number < len(self.model) else None
         good = (
             naive is not None
@@ -112,10 +112,7 @@ class LeasesMachine(RuleBasedStateMachine):
     def renew(self, number: int, owner: int) -> None:
         naive = self.model[number] if number < len(self.model) else None
         good = (
-            naive is not None
-            and naive.live
-            and naive.expires > self.now
-            and naive.owner == owner
+            naive is not None and naive.live and naive.expires > self.now and naive.owner == owner
         )
         try:
             self.real.renew(self.token(number), SessionId(owner), self.now)
@@ -175,7 +172,7 @@ TestLeases = LeasesMachine.TestCase
 TestLeases.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
-def test_the_expiry_heap_stays_small_when_leases_end_early():
+def test_the_expiry_heap_stays_small_when_leases_end_early() -> None:
     leases = Leases(600.0)
     for i in range(5_000):
         token = LeasesMachine.token(i)
@@ -189,7 +186,7 @@ def test_the_expiry_heap_stays_small_when_leases_end_early():
     assert len(expired) == 50
 
 
-def test_a_token_that_was_drawn_twice_is_a_bug():
+def test_a_token_that_was_drawn_twice_is_a_bug() -> None:
     leases = Leases(1.0)
     lease = Lease(LeasesMachine.token(1), SessionId(0), InstanceId("i"), SHELF, ROWS, ROWS, 1, 1.0)
     leases.add(lease)
