@@ -1,7 +1,7 @@
 """What can be set, where may it be set, and what is wrong with a setting?
 
-One :class:`Option` is one flag, one environment variable and one key of the TOML file; the flag wins
-over the variable, the variable over the file.  ``docs/operations.md`` shows :data:`OPTIONS`.
+One :class:`Option` is one flag, one environment variable and one key of the TOML file; the flag
+wins over the variable, the variable over the file.  ``docs/operations.md`` shows :data:`OPTIONS`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ POOL_SIZE = Option(
     "SIZE",
     "30gb",
     _size(MIB),
-    "Host memory for cached blocks, in total. A number and b, kb, mb, gb or tb (multiples of 1024).",
+    "Host memory for cached blocks, in total. A number and b, kb, mb, gb or tb, which are "
+    "multiples of 1024.",
 )
 HINT_VALUE_SIZE = Option(
     "hint-value-size",
@@ -377,7 +378,7 @@ def read_file(path: Path) -> dict[str, str]:
 
 
 def _hint(key: str, known: set[str]) -> str:
-    import difflib  # noqa: PLC0415 - only for the message
+    import difflib  # only for the message
 
     near = difflib.get_close_matches(key.replace("_", "-").lower(), sorted(known), n=1)
     return f"; is {near[0]!r} meant?" if near else f"; known are {', '.join(sorted(known))}"
@@ -419,9 +420,9 @@ def resolve(
 
 
 def _setting(option: Option[T], source: str, text: str) -> Setting[T]:
+    if not text and source != "the default":
+        raise ConfigError(f"{source}: the value is empty")
     try:
-        if not text and source != "the default":
-            raise ConfigError("the value is empty")
         return Setting(text, option.parse(text), source)
     except ConfigError as exc:
         raise ConfigError(f"{source}: {exc}") from None

@@ -29,7 +29,10 @@ class Address:
 
 
 def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> Address:
-    """ "host:port", "[v6]:port", "host", "http://host:port" (as upstream writes it), "unix:/path"."""
+    """Read "host:port", "[v6]:port", "host", "http://host:port" or "unix:/path".
+
+    Raises :exc:`ConfigError` for anything else.
+    """
     rest = text.strip()
     if rest.startswith("unix:"):
         path = rest[len("unix:") :]
