@@ -66,7 +66,8 @@ def start_daemon(
 ) -> Daemon:
     """Start without waiting.  ``flags`` are added to the command line; ``folder`` gets the log."""
     address, http_address = address or free_address(), http_address or free_address()
-    command = [sys.executable, "-m", "pegaflow.node.cli", "--addr", address]
+    command = [sys.executable, "-c", "from pegaflow.node.cli import main; main()"]
+    command += ["--addr", address]
     command += ["--http-addr", http_address, "--pool-size", pool_size, *flags]
     log = folder / f"pegaflow-server-{address.rpartition(':')[2]}.log"
     with log.open("ab") as out:
@@ -75,7 +76,7 @@ def start_daemon(
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            # -m would put the current folder first on the path, before the installed package.
+            # -c would put the current folder first on the path, before the installed package.
             env={**os.environ, "PYTHONSAFEPATH": "1"},
         )
     return Daemon(address, http_address, log, process)
