@@ -1,0 +1,1 @@
+"""The daemon of one host.  Open daemon.py first, then flows.py."""
