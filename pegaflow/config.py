@@ -488,3 +488,7 @@ def option_table() -> str:
         default = f"`{option.default}`" if option.default else "unset"
         lines.append(f"| {flag} | `{option.variable}` | {default} | {option.help} |")
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(option_table(), end="")  # noqa: T201 - to paste into the page

@@ -1,11 +1,11 @@
-"""READ FIRST: the daemon's life.  Devices, then services, then serving; each ends before what it uses.
+"""READ FIRST: the daemon's life.  Devices, then services, then serving; each ends before its base.
 
 ::
 
     run                                                     ends ...
     `- devices    pool, copy engines, their threads         last: nothing uses them any more
        `- services   growth, eviction, expiry, collector    second
-          `- serving    RPC, memory hand-over, HTTP          first: SIGTERM, SIGINT or a shutdown call
+          `- serving    RPC, memory hand-over, HTTP          first: SIGTERM, SIGINT, a shutdown call
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import secrets
 import signal
 import socket
+import stat
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 
 import attrs
 import trio
 
 from pegaflow import __version__
 from pegaflow.config import NodeConfig
-from pegaflow.engine import cuda
-from pegaflow.engine.combined import Engines
+from pegaflow.engine.base import CopyEngine
+from pegaflow.engine.host import open_host_engine
 from pegaflow.engine.pinned import Pool, check_memory
 from pegaflow.errors import ConfigError
 from pegaflow.model.address import Address
@@ -42,6 +45,9 @@ from pegaflow.rpc.server import serve_node
 
 LISTEN_BACKLOG = 128
 TOKEN_BYTES = 16
+DRAIN_POLL_SECONDS = 0.01
+FLUSH_SECONDS = 0.05
+"""Between the end of the last call and the end of the connections: its answer must get out."""
 
 
 @attrs.define(eq=False)
@@ -59,44 +65,60 @@ class Stop:
         self.asked.set()
 
 
-def run(config: NodeConfig, notes: Sequence[str] = ()) -> int:
-    """Serve until told to stop; returns the exit code.  Raises :exc:`ConfigError` before serving.
+def run(config: NodeConfig) -> int:
+    """Serve until told to stop; returns the exit code.
 
-    ``notes`` are sentences about settings without effect, for the log.
+    Raises :exc:`ConfigError`, having started nothing, when the machine does not allow it.
     """
-    log.configure(config.log_level, as_json=config.log_format == "json")
-    for note in notes:
-        log.warning("config.overridden", note=note)
     check_memory(config.pool_bytes, config.memory_reserve_bytes)
-    with _listeners(config.addresses) as listeners, _bound(config.http_address, "http-addr") as web:
-        return trio.run(_main, config, listeners, web)
+    _allow_many_descriptors()
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(_bound(each, "addr")) for each in config.addresses]
+        web = stack.enter_context(_bound(config.http_address, "http-addr"))
+        memory = stack.enter_context(_handover_listener(config.addresses))
+        if config.ready_file is not None:
+            _check_ready_file(config.ready_file)
+        try:
+            return trio.run(_main, config, Sockets(listeners, memory, web))
+        except BaseExceptionGroup as group:
+            # The tree of nurseries wraps a refusal as often as it is deep.
+            refusal = _only_refusal(group)
+            if refusal is None:
+                raise
+            raise refusal from None
 
 
-async def _main(
-    config: NodeConfig, listeners: Sequence[socket.socket], web: socket.socket
-) -> int:
+@attrs.frozen(eq=False)
+class Sockets:
+    """Where we listen.  Bound before anything else, so that a taken port costs nothing."""
+
+    rpc: Sequence[socket.socket]
+    memory: socket.socket
+    http: socket.socket
+
+
+async def _main(config: NodeConfig, sockets: Sockets) -> int:
     stop = Stop(config.shutdown_grace_s)
     async with trio.open_nursery() as root:
         await root.start(_signals, stop)
-        async with _devices(config) as (pool, engines), trio.open_nursery() as services:
+        async with _devices(config) as (pool, engine), trio.open_nursery() as services:
             handover = Handover(time.monotonic)
-            handover_socket, handover_name = _handover_listener(config.addresses)
             node = Node(
                 host=_host(config),
-                engine=engines,
+                engine=engine,
                 claim_fds=handover.claim,
                 background=services,
                 clock=time.monotonic,
                 boot_id=secrets.token_bytes(16),
-                handover_address=handover_name,
+                handover_address=_name_of(sockets.memory).removeprefix("unix:"),
                 pool_total_bytes=pool.size_bytes,
             )
             services.start_soon(background.grow_pool, node, pool)
             services.start_soon(background.evict, node)
             services.start_soon(background.expire, node, handover)
             services.start_soon(background.collect_garbage)
-            with handover_socket, contextlib.closing(handover):
-                await _serve(config, node, handover, [*listeners], handover_socket, web, stop)
+            with contextlib.closing(handover):
+                await _serve(config, node, handover, sockets, stop)
             services.cancel_scope.cancel()
         root.cancel_scope.cancel()
     log.info("daemon.stopped")
@@ -104,55 +126,52 @@ async def _main(
 
 
 async def _serve(
-    config: NodeConfig,
-    node: Node,
-    handover: Handover,
-    listeners: list[socket.socket],
-    handover_socket: socket.socket,
-    web: socket.socket,
-    stop: Stop,
+    config: NodeConfig, node: Node, handover: Handover, sockets: Sockets, stop: Stop
 ) -> None:
     """Answer until asked to stop; then let calls in flight end within the grace period."""
-    limits = Limits(
+    service = NodeService(node, lambda grace_ms: stop.now(grace_ms / 1000))
+    async with open_kj_loop() as loop, trio.open_nursery() as serving:
+        await serving.start(serve_node, loop, sockets.rpc, service, _limits(config))
+        await serving.start(handover.serve, sockets.memory)
+        await serving.start(http.serve, node, sockets.http)
+        with _announced(config, sockets):
+            await stop.asked.wait()
+            node.draining = True
+            log.info("daemon.draining", grace_seconds=stop.grace_seconds)
+            with trio.move_on_after(stop.grace_seconds):
+                await _idle(node)
+                await trio.sleep(FLUSH_SECONDS)
+        serving.cancel_scope.cancel()
+
+
+async def _idle(node: Node) -> None:
+    """Return when no copy is under way.  Polls: this runs once, and policy knows no events."""
+    while (now := node.host.statistics()).open_saves or now.open_loads:  # noqa: ASYNC110
+        await trio.sleep(DRAIN_POLL_SECONDS)
+
+
+def _limits(config: NodeConfig) -> Limits:
+    return Limits(
         message_bytes=config.message_bytes,
         first_message_seconds=config.first_message_s,
         idle_seconds=config.idle_s,
         calls_in_flight=config.calls_in_flight,
         connections=config.connections,
     )
-    service = NodeService(node, lambda grace_ms: stop.now(grace_ms / 1000))
-    async with open_kj_loop() as loop, trio.open_nursery() as serving:
-        await serving.start(serve_node, loop, listeners, service, limits)
-        await serving.start(handover.serve, handover_socket)
-        await serving.start(http.serve, node, web)
-        with _announced(config, listeners, web):
-            await stop.asked.wait()
-            node.draining = True
-            log.info("daemon.draining", grace_seconds=stop.grace_seconds)
-            with trio.move_on_after(stop.grace_seconds):
-                while node.host.statistics().open_saves or node.host.statistics().open_loads:
-                    await trio.sleep(0.01)
-        serving.cancel_scope.cancel()
 
 
 @contextlib.asynccontextmanager
-async def _devices(config: NodeConfig) -> AsyncIterator[tuple[Pool, Engines]]:
+async def _devices(config: NodeConfig) -> AsyncIterator[tuple[Pool, CopyEngine]]:
     """The pool and whoever copies to and from it."""
-    gpus = _cuda(config)
-    with Pool.open(
-        config.pool_bytes,
-        slab_bytes=config.slab_bytes,
-        use_hugepages=config.use_hugepages,
-        on_slab=gpus.register_slab if gpus else None,
-    ) as pool:
-        device = gpus.open(pool.view, pool.address) if gpus else None
-        async with Engines.open(pool.view, device) as engines:
-            yield pool, engines
-
-
-def _cuda(config: NodeConfig) -> cuda.CudaDevices | None:
-    """The GPUs to serve, if the CUDA libraries are installed; asked-for ones must be there."""
-    return None if config.devices == () else cuda.find_devices(config.devices)
+    if config.devices:
+        raise ConfigError("--devices names CUDA devices, but this build serves host memory only")
+    async with (
+        Pool.open(
+            config.pool_bytes, hugepages=config.use_hugepages, slab_bytes=config.slab_bytes
+        ) as pool,
+        open_host_engine(pool.view) as engine,
+    ):
+        yield pool, engine
 
 
 def _host(config: NodeConfig) -> Host:
@@ -180,20 +199,18 @@ async def _signals(
 
 
 @contextlib.contextmanager
-def _announced(
-    config: NodeConfig, listeners: Sequence[socket.socket], web: socket.socket
-) -> Iterator[None]:
+def _announced(config: NodeConfig, sockets: Sockets) -> Iterator[None]:
     """Say where we serve, in the log and in the file that a supervisor may wait for."""
     facts = {
-        "addr": [_name_of(listener) for listener in listeners],
-        "http_addr": _name_of(web),
+        "addr": [_name_of(listener) for listener in sockets.rpc],
+        "http_addr": _name_of(sockets.http),
         "pid": os.getpid(),
         "version": __version__,
     }
-    log.info("daemon.serving", **facts)
+    log.info("daemon.serving", memory=_name_of(sockets.memory), **facts)
     path = config.ready_file
     if path is not None:
-        partial = path.with_name(path.name + ".partial")
+        partial = _partial(path)
         partial.write_text(json.dumps(facts))
         partial.rename(path)
     try:
@@ -203,18 +220,41 @@ def _announced(
             path.unlink(missing_ok=True)
 
 
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def _check_ready_file(path: Path) -> None:
+    """Remove what a killed daemon left, and see that the folder can be written."""
+    try:
+        path.unlink(missing_ok=True)
+        _partial(path).touch()
+    except OSError as exc:
+        raise ConfigError(f"--ready-file {path} can't be written: {exc.strerror}") from None
+
+
+def _allow_many_descriptors() -> None:
+    """Connections and handed-over memory cost descriptors; the soft limit is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _only_refusal(group: BaseExceptionGroup[BaseException]) -> ConfigError | None:
+    refusals, others = group.split(ConfigError)
+    if refusals is None or others is not None:
+        return None
+    leaf: BaseException = refusals
+    while isinstance(leaf, BaseExceptionGroup):
+        leaf = leaf.exceptions[0]
+    return leaf if isinstance(leaf, ConfigError) else None
+
+
 def _name_of(listener: socket.socket) -> str:
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
-        return f"unix:{name}"
-    host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
-    return f"{host}:{name[1]}"
-
-
-@contextlib.contextmanager
-def _listeners(addresses: Sequence[Address]) -> Iterator[list[socket.socket]]:
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(_bound(address, "addr")) for address in addresses]
+        return f"@{name[1:].decode()}" if isinstance(name, bytes) else f"unix:{name}"
+    return str(Address(name[0], name[1]))
 
 
 @contextlib.contextmanager
@@ -223,10 +263,11 @@ def _bound(address: Address, option: str) -> Iterator[socket.socket]:
     with contextlib.ExitStack() as stack:
         try:
             if address.path:
-                _remove_stale(address.path)
+                path = Path(address.path)
+                _remove_stale(path)
                 sock = stack.enter_context(socket.socket(socket.AF_UNIX))
                 sock.bind(address.path)
-                stack.callback(_unlink, address.path)
+                stack.callback(path.unlink, missing_ok=True)
             else:
                 family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
                 sock = stack.enter_context(socket.socket(family))
@@ -241,33 +282,27 @@ def _bound(address: Address, option: str) -> Iterator[socket.socket]:
         yield sock
 
 
-def _remove_stale(path: str) -> None:
-    """Delete a socket file that nobody answers at; anything else stays and binding fails."""
-    with socket.socket(socket.AF_UNIX) as probe:
+def _remove_stale(path: Path) -> None:
+    """Delete a socket that nobody answers at; anything else stays, and binding fails."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return
         probe.settimeout(1.0)
         try:
-            probe.connect(path)
+            probe.connect(str(path))
         except ConnectionRefusedError:
-            os.unlink(path)
-        except OSError:
-            return
+            path.unlink()
 
 
-def _unlink(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-
-
-def _handover_listener(addresses: Sequence[Address]) -> tuple[socket.socket, str]:
-    """Beside a unix: address as PATH.memory, else in the abstract namespace, which leaves no file."""
-    sock = socket.socket(socket.AF_UNIX)
+@contextlib.contextmanager
+def _handover_listener(addresses: Sequence[Address]) -> Iterator[socket.socket]:
+    """Beside a unix: address as PATH.memory, else an abstract name, which leaves no file."""
     paths = [address.path for address in addresses if address.path]
     if paths:
-        name = paths[0] + ".memory"
-        _remove_stale(name)
-        sock.bind(name)
-    else:
-        name = f"@pegaflow-memory-{os.getpid()}-{secrets.token_hex(4)}"
-        sock.bind("\0" + name[1:])
-    sock.listen(LISTEN_BACKLOG)
-    return sock, name
+        with _bound(Address("", 0, paths[0] + ".memory"), "addr") as sock:
+            yield sock
+        return
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(f"\0pegaflow-memory-{os.getpid()}-{secrets.token_hex(8)}")
+        sock.listen(LISTEN_BACKLOG)
+        yield sock

@@ -1,8 +1,8 @@
 """Takes file descriptors of engine memory over a Unix-domain socket (SCM_RIGHTS).
 
 Possession of the descriptor is the proof of access: a number and a process id would let any local
-user have another process's files copied.  A message is a 16-byte token plus the descriptors, answered
-by one byte; a registration names the token.
+user have another process's files copied.  A message is a 16-byte token plus the descriptors,
+answered by one byte; a registration names the token.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ ClaimFds = Callable[[bytes], list[int]]
 
 @attrs.define(eq=False, kw_only=True)
 class Node:
-    """No behaviour: flows act on it.  Built by the daemon, and by the simulation with other parts."""
+    """No behaviour: flows act on it.  The daemon builds one, the simulation one of other parts."""
 
     host: Host
     engine: CopyEngine

@@ -29,6 +29,7 @@ class SessionService:
 
     def query(self, request: m.QueryRequest) -> m.QueryReply:
         """Longest cached prefix."""
+        self._refuse_when_draining()
         return flows.query(self.node, self.session, request)
 
     def release(self, leases: list[LeaseToken]) -> None:
@@ -45,16 +46,16 @@ class SessionService:
 
     async def register(self, request: m.RegisterRequest) -> int:
         """Attach a rank."""
-        if self.node.draining:
-            raise ShuttingDown("the daemon is draining: connect again later")
+        self._refuse_when_draining()
         return await flows.register(self.node, self.session, request)
 
     async def load(self, request: m.LoadRequest) -> m.Loaded:
-        """Pool to engine."""
+        """Pool to engine.  Also while draining: the lease is there, and no new one is given."""
         return await flows.load(self.node, self.session, request)
 
     async def save(self, request: m.SaveRequest) -> m.Saved:
         """Engine to pool."""
+        self._refuse_when_draining()
         return await flows.save(self.node, self.session, request)
 
     async def unregister(self) -> None:
@@ -64,6 +65,10 @@ class SessionService:
     def closed(self) -> None:
         """The session is over."""
         flows.close_session(self.node, self.session)
+
+    def _refuse_when_draining(self) -> None:
+        if self.node.draining:
+            raise ShuttingDown("the daemon is draining: connect again later")
 
 
 @attrs.define(eq=False)
@@ -75,7 +80,7 @@ class NodeService:
     """Called with the grace in milliseconds when a local peer asks for shutdown."""
 
     def open(self, request: m.OpenRequest, peer: Peer) -> tuple[m.Opened, SessionService]:
-        """Start a session; checks identity and clock first, and leaves nothing behind if refused."""
+        """Start a session after checks of identity and clock; a refusal leaves nothing behind."""
         node = self.node
         if node.draining:
             raise ShuttingDown("the daemon is draining: connect again later")

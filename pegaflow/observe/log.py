@@ -28,6 +28,12 @@ def _plain(value: object) -> object:
     return str(value)
 
 
+def _on_one_line(value: object) -> str:
+    """Quoted where a space or a control character would forge another field or line."""
+    text = str(value)
+    return text if text.isprintable() and " " not in text else repr(text)
+
+
 class _Formatter(logging.Formatter):
     def __init__(self, *, as_json: bool) -> None:
         super().__init__()
@@ -45,8 +51,10 @@ class _Formatter(logging.Formatter):
                 {"time": head, "level": record.levelname.lower(), "event": record.getMessage()}
                 | plain
             )
-        text = " ".join(f"{name}={value}" for name, value in plain.items())
-        return f"{head} {record.levelname.lower():7} {record.getMessage()} {text}".rstrip()
+        traceback = f"\n{plain.pop('traceback')}" if "traceback" in plain else ""
+        text = " ".join(f"{name}={_on_one_line(value)}" for name, value in plain.items())
+        line = f"{head} {record.levelname.lower():7} {record.getMessage()} {text}".rstrip()
+        return line + traceback
 
 
 def configure(level: str = "info", *, as_json: bool = False) -> None:

@@ -11,7 +11,8 @@ from collections import defaultdict
 import attrs
 
 SECONDS_BOUNDS = (
-    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
+    1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
 """From 100 us: a load of a few blocks takes that long; upstream's 10 ms hides it."""
 
