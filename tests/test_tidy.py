@@ -141,13 +141,13 @@ def test_no_sleep_in_tests_without_a_reason() -> None:
     found = []
     for path, tree in parsed(TESTS):
         lines = path.read_text().splitlines()
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Call)
-                and ast.unparse(node.func) in {"time.sleep", "sleep"}
-                and "# sleep: " not in lines[node.lineno - 1]
-            ):
-                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+        found += [
+            f"{path.relative_to(ROOT)}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func) in {"time.sleep", "sleep"}
+            and "# sleep: " not in lines[node.lineno - 1]
+        ]
     assert not found, found
 
 

@@ -58,7 +58,7 @@ def chained(tokens: list[int]) -> list[BlockHash]:
 
 
 class MockEngine:
-    """Memory shaped (layers, blocks, bytes), a prefix cache, and a session where there is a daemon."""
+    """Memory shaped (layers, blocks, bytes), a prefix cache, and maybe a session."""
 
     def __init__(self, port: int | None) -> None:
         self.memory = SharedMemory(LAYERS * BLOCKS * LAYER_BYTES)
