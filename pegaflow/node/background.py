@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import assert_never
 
 import trio
 
@@ -10,6 +11,7 @@ from pegaflow.engine.pinned import Pool
 from pegaflow.node.handover import Handover
 from pegaflow.node.parts import Node
 from pegaflow.observe import log
+from pegaflow.policy.host import ExpiredLease, StaleBlocks
 
 EVICT_EVERY_SECONDS = 0.05
 EVICT_BATCH_BLOCKS = 1024
@@ -43,8 +45,15 @@ async def expire(node: Node, handover: Handover) -> None:
     while True:
         await trio.sleep(EXPIRE_EVERY_SECONDS)
         for over in node.host.expire(node.clock()):
-            log.info("expired", what=over)
-        handover.expire(node.clock())
+            match over:
+                case ExpiredLease():  # its token is a secret, even now
+                    log.info("lease.expired", instance=over.instance, blocks=over.blocks)
+                case StaleBlocks():
+                    log.info("blocks.given_up", namespace=over.namespace, blocks=over.blocks)
+                case never:
+                    assert_never(never)
+        if unclaimed := handover.expire(node.clock()):
+            log.warning("handover.unclaimed", messages=unclaimed)
 
 
 async def collect_garbage() -> None:

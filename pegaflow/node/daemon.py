@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -46,6 +47,7 @@ from pegaflow.rpc.server import serve_node
 LISTEN_BACKLOG = 128
 TOKEN_BYTES = 16
 DRAIN_POLL_SECONDS = 0.01
+TEARDOWN_SECONDS = 0.5
 FLUSH_SECONDS = 0.05
 """Between the end of the last call and the end of the connections: its answer must get out."""
 
@@ -56,7 +58,6 @@ class Stop:
 
     grace_seconds: float
     asked: trio.Event = attrs.field(factory=trio.Event)
-    signal_number: int = 0
 
     def now(self, grace_seconds: float | None = None) -> None:
         """Begin to drain; repeating it changes nothing."""
@@ -71,6 +72,7 @@ def run(config: NodeConfig) -> int:
     Raises :exc:`ConfigError`, having started nothing, when the machine does not allow it.
     """
     check_memory(config.pool_bytes, config.memory_reserve_bytes)
+    gc.disable()  # background.collect_garbage says why
     _allow_many_descriptors()
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(_bound(each, "addr")) for each in config.addresses]
@@ -99,30 +101,46 @@ class Sockets:
 
 async def _main(config: NodeConfig, sockets: Sockets) -> int:
     stop = Stop(config.shutdown_grace_s)
-    async with trio.open_nursery() as root:
-        await root.start(_signals, stop)
-        async with _devices(config) as (pool, engine), trio.open_nursery() as services:
-            handover = Handover(time.monotonic)
-            node = Node(
-                host=_host(config),
-                engine=engine,
-                claim_fds=handover.claim,
-                background=services,
-                clock=time.monotonic,
-                boot_id=secrets.token_bytes(16),
-                handover_address=_name_of(sockets.memory).removeprefix("unix:"),
-                pool_total_bytes=pool.size_bytes,
-            )
-            services.start_soon(background.grow_pool, node, pool)
-            services.start_soon(background.evict, node)
-            services.start_soon(background.expire, node, handover)
-            services.start_soon(background.collect_garbage)
-            with contextlib.closing(handover):
-                await _serve(config, node, handover, sockets, stop)
-            services.cancel_scope.cancel()
-        root.cancel_scope.cancel()
+    async with trio.open_nursery() as watch:
+        watch.start_soon(_end_by_force, config, stop)
+        with _signals_to(stop):
+            async with _devices(config) as (pool, engine), trio.open_nursery() as services:
+                handover = Handover(time.monotonic)
+                node = Node(
+                    host=_host(config),
+                    engine=engine,
+                    claim_fds=handover.claim,
+                    background=services,
+                    clock=time.monotonic,
+                    boot_id=secrets.token_bytes(16),
+                    handover_address=_name_of(sockets.memory).removeprefix("unix:"),
+                    pool_total_bytes=pool.size_bytes,
+                )
+                services.start_soon(background.grow_pool, node, pool)
+                services.start_soon(background.evict, node)
+                services.start_soon(background.expire, node, handover)
+                services.start_soon(background.collect_garbage)
+                with contextlib.closing(handover):
+                    await _serve(config, node, handover, sockets, stop)
+                services.cancel_scope.cancel()
+            watch.cancel_scope.cancel()
     log.info("daemon.stopped")
     return 0
+
+
+async def _end_by_force(config: NodeConfig, stop: Stop) -> None:
+    """A copy can't be cut short, and its deadline may lie far behind the grace period.
+
+    Ending the process ends it: its client sees the connection break and counts the call as failed.
+    """
+    await stop.asked.wait()
+    await trio.sleep(stop.grace_seconds + TEARDOWN_SECONDS)
+    log.warning("daemon.ended_by_force", grace_seconds=stop.grace_seconds)
+    paths = [Path(each.path) for each in config.addresses if each.path]
+    for path in (*paths, *(Path(f"{path}.memory") for path in paths[:1]), config.ready_file):
+        if path is not None:
+            path.unlink(missing_ok=True)
+    os._exit(0)
 
 
 async def _serve(
@@ -184,18 +202,28 @@ def _host(config: NodeConfig) -> Host:
     )
 
 
-async def _signals(
-    stop: Stop, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-) -> None:
-    """The first SIGTERM or SIGINT drains, the second one ends the process on the spot."""
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        task_status.started()
-        async for number in signals:
-            if stop.asked.is_set():
-                log.warning("daemon.killed", signal=number)
-                os._exit(128 + number)
-            log.info("daemon.signal", signal=number)
-            stop.now()
+@contextlib.contextmanager
+def _signals_to(stop: Stop) -> Iterator[None]:
+    """The first SIGTERM or SIGINT drains, the second one ends the process on the spot.
+
+    Plain handlers: they run between two bytecodes, also when the loop is stuck in a long one.
+    """
+    token = trio.lowlevel.current_trio_token()
+    came = False
+
+    def handle(number: int, _: object) -> None:
+        nonlocal came
+        if came:
+            os._exit(128 + number)
+        came = True
+        token.run_sync_soon(stop.now)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

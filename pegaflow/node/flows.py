@@ -155,8 +155,11 @@ def close_session(node: Node, session: SessionId) -> None:
 async def unregister(node: Node, session: SessionId) -> None:
     """Let go of all that the session registered or leased; the session stays."""
     node.host.drop_leases(session)
-    for rank in node.instances.drop_registrations(session):
-        await node.engine.detach(rank.memory)
+    mine = node.instances.drop_registrations(session)
+    # Nobody else knows of them any more, so a cancelled caller must not stop half-way.
+    with trio.CancelScope(shield=True):
+        for rank in mine:
+            await node.engine.detach(rank.memory)
 
 
 async def _copy(
@@ -171,10 +174,7 @@ async def _copy(
             log.warning("rank.memory_gone", rank=rank.rank, session=rank.session)
             node.background.start_soon(node.engine.detach, rank.memory)
         raise
-    asked = sum(len(batch.block_ids) * batch.layout.slot_bytes for batch in copies)
-    lost = int(np.count_nonzero(failed))
-    moved = asked - lost * copies[0].layout.slot_bytes if copies else 0
-    node.meter.copied(direction, moved, lost, node.clock() - began)
+    node.meter.copied(direction, node.clock() - began)
     return failed
 
 

@@ -89,14 +89,14 @@ class Handover:
     def _take(self, sock: socket.socket) -> bool:
         """Receive one message.  Descriptors of a bad one are closed."""
         size = array.array("i").itemsize
-        token, ancillary, flags, _ = sock.recvmsg(TOKEN_BYTES + 1, socket.CMSG_LEN(FDS_MAX * size))
+        token, ancillary, flags, _ = sock.recvmsg(
+            TOKEN_BYTES + 1, socket.CMSG_LEN(FDS_MAX * size), socket.MSG_CMSG_CLOEXEC
+        )
         fds = array.array("i")
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(data[: len(data) - len(data) % size])
         taken = list(fds)
-        for fd in taken:
-            os.set_inheritable(fd, False)
         bad = (
             len(token) != TOKEN_BYTES
             or not taken

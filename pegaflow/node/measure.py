@@ -29,10 +29,6 @@ def snapshot(node: Node) -> Snapshot:
     values |= _plain(
         ready=int(ready),
         pool_total_bytes=node.pool_total_bytes,
-        save_bytes_total=meter.copied_bytes.get("save", 0),
-        load_bytes_total=meter.copied_bytes.get("load", 0),
-        save_failures_total=meter.failed_blocks.get("save", 0),
-        load_failures_total=meter.failed_blocks.get("load", 0),
     )
     values["pegaflow_build_info"] = {(__version__,): 1}
     values["pegaflow_events_total"] = {(name,): n for name, n in meter.events.items()}
@@ -112,6 +108,10 @@ def _of_devices(node: Node) -> Values:
         return {(direction,): number for direction, number in numbers.items()}
 
     return {
+        "pegaflow_save_bytes_total": {(): found.bytes_copied["save"]},
+        "pegaflow_load_bytes_total": {(): found.bytes_copied["load"]},
+        "pegaflow_save_failures_total": {(): found.failed_blocks["save"]},
+        "pegaflow_load_failures_total": {(): found.failed_blocks["load"]},
         "pegaflow_copy_queued": by_direction(found.queued),
         "pegaflow_copy_batches_total": by_direction(found.batches),
         "pegaflow_copy_busy_seconds_total": by_direction(found.busy_seconds),

@@ -42,8 +42,6 @@ class Meter:
     """By (method, status)."""
     copies: dict[str, Distribution] = attrs.field(factory=lambda: defaultdict(Distribution))
     """By direction, one entry a batch, waiting included."""
-    copied_bytes: dict[str, int] = attrs.field(factory=lambda: defaultdict(int))
-    failed_blocks: dict[str, int] = attrs.field(factory=lambda: defaultdict(int))
     events: dict[str, int] = attrs.field(factory=lambda: defaultdict(int))
     """Rare things by name: memory gone, saves past their deadline, idle connections."""
 
@@ -51,11 +49,9 @@ class Meter:
         """One RPC ended."""
         self.calls[method, status].add(seconds)
 
-    def copied(self, direction: str, size_bytes: int, failed: int, seconds: float) -> None:
-        """One batch ended: ``size_bytes`` arrived, ``failed`` blocks did not."""
+    def copied(self, direction: str, seconds: float) -> None:
+        """One batch ended; how much it moved is in the engines' own statistics."""
         self.copies[direction].add(seconds)
-        self.copied_bytes[direction] += size_bytes
-        self.failed_blocks[direction] += failed
 
     def event(self, name: str, count: int = 1) -> None:
         """Something rare happened."""

@@ -93,12 +93,11 @@ def test_the_meter_counts_what_it_is_told() -> None:
     meter.call("query", "ok", 0.001)
     meter.call("query", "ok", 0.0011)
     meter.call("query", "notReady", 20.0)
-    meter.copied("load", 4096, 2, 0.5)
+    meter.copied("load", 0.5)
     meter.event("memory_gone")
     assert meter.calls["query", "ok"].count == 2
     # A value on a bound belongs below it, as Prometheus has it.
     assert meter.calls["query", "ok"].buckets[SECONDS_BOUNDS.index(0.001)] == 1
     assert meter.calls["query", "notReady"].buckets[-1] == 1
-    assert (meter.copied_bytes["load"], meter.failed_blocks["load"]) == (4096, 2)
     assert meter.copies["load"].total_seconds == 0.5
     assert meter.events == {"memory_gone": 1}
