@@ -9,12 +9,16 @@ when any failed.  The closing lines of every pytest run are repeated at the end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import environments
@@ -22,6 +26,12 @@ from environments import ROOT, EnvironmentTrouble, bin_folder, ensure
 
 PYTEST_CLOSING = re.compile(r"=+ .*\b(passed|failed|error|errors|no tests ran)\b.* in [\d.]+s.*=+")
 PLAIN_CLOSING = re.compile(r"\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s.*")
+
+ASYNC_RULES = (
+    "ASYNC100,ASYNC101,ASYNC102,ASYNC103,ASYNC104,ASYNC105,ASYNC106,ASYNC109,ASYNC111,ASYNC112,"
+    "ASYNC113,ASYNC115,ASYNC116,ASYNC118,ASYNC119,ASYNC121,ASYNC122,ASYNC123,ASYNC2"
+)
+"""Those that find bugs; the others are about taste, or want every start function listed."""
 
 FUZZ_SMOKE_SECONDS, TESTS_SECONDS, VLLM_SECONDS = 300, 1500, 1500
 
@@ -35,6 +45,7 @@ class Checks:
         self.failed: list[str] = []
         self.closing: list[str] = []
         self.dev: Path | None = None
+        self._engines: list[Future[Path]] | None = None
 
     def step(self, name: str, work: Callable[[], bool]) -> bool:
         """Run one step between its headline and its time."""
@@ -77,12 +88,9 @@ class Checks:
             errors="replace",
             start_new_session=True,
         )
-        # The watchdog also ends a run whose grandchildren keep the pipe open.
-        deadline = time.monotonic() + timeout_s
-        watchdog = subprocess.Popen(
-            [sys.executable, "-c", WATCHDOG, str(process.pid), str(timeout_s)],
-            stdin=subprocess.DEVNULL,
-        )
+        late = threading.Event()
+        watchdog = threading.Timer(timeout_s, end_group, (process.pid, late))
+        watchdog.start()
         try:
             assert process.stdout is not None
             for line in process.stdout:
@@ -91,9 +99,9 @@ class Checks:
                     self.closing.append(line.strip())
             code = process.wait()
         finally:
-            watchdog.kill()
-            watchdog.wait()
-        if time.monotonic() > deadline:
+            watchdog.cancel()
+            end_group(process.pid)
+        if late.is_set():
             print(f"(ended after {timeout_s:.0f} s)", flush=True)
             return False
         if code != expect:
@@ -106,6 +114,18 @@ class Checks:
             self.dev = ensure("dev")
         return bin_folder(self.dev) / name
 
+    def begin_engines(self) -> None:
+        """Start making the engines' environments beside the steps that follow."""
+        if self._engines is None:
+            pool = ThreadPoolExecutor(max(1, len(self.vllm_versions)))
+            self._engines = [pool.submit(ensure, f"vllm-{v}") for v in self.vllm_versions]
+
+    def engines(self) -> list[str]:
+        """The engines' Python programs, when all their environments are there."""
+        self.begin_engines()
+        assert self._engines is not None
+        return [str(bin_folder(made.result()) / "python") for made in self._engines]
+
     # The groups of steps, cheapest first.
 
     def lint(self) -> None:
@@ -114,13 +134,11 @@ class Checks:
         self.step(
             "ruff format --check", lambda: self.run(self.tool("ruff"), "format", "--check", ".")
         )
+        sources = sorted((ROOT / "pegaflow").rglob("*.py"))
+        asynchronous = [path for path in sources if "async " in path.read_text()]
         self.step(
             "flake8-async",
-            lambda: self.run(
-                self.tool("flake8-async"),
-                "--enable=ASYNC1,ASYNC2",
-                *sorted((ROOT / "pegaflow").rglob("*.py")),
-            ),
+            lambda: self.run(self.tool("flake8-async"), f"--enable={ASYNC_RULES}", *asynchronous),
         )
         self.step("lint-imports", lambda: self.run(self.tool("lint-imports"), "--no-cache"))
 
@@ -149,10 +167,6 @@ class Checks:
     def vllm(self) -> None:
         """Real engines on the CPU; a run in which none was tested is a failure."""
 
-        def pythons() -> str:
-            folders = [ensure(f"vllm-{version}") for version in self.vllm_versions]
-            return os.pathsep.join(str(bin_folder(folder) / "python") for folder in folders)
-
         def tests() -> bool:
             seen = len(self.closing)
             fine = self.run(
@@ -160,7 +174,7 @@ class Checks:
                 "tests/vllm",
                 "--run-slow",
                 "-q",
-                extra={"PEGAFLOW_VLLM_PYTHONS": pythons()},
+                extra={"PEGAFLOW_VLLM_PYTHONS": os.pathsep.join(self.engines())},
                 timeout_s=VLLM_SECONDS,
             )
             ran = any(" passed" in line for line in self.closing[seen:])
@@ -168,8 +182,7 @@ class Checks:
                 print("(no engine was tested)", flush=True)
             return fine and ran
 
-        if self.step("vLLM environments", lambda: bool(pythons())):
-            self.step("pytest with real vLLM", tests)
+        self.step("pytest with real vLLM", tests)
 
     def fuzz(self) -> None:
         """A short run of every target, and the canary: a fuzzer that spares it is blind."""
@@ -199,7 +212,7 @@ class Checks:
             self.step(
                 "demo, real vLLM",
                 lambda: self.run(
-                    bin_folder(ensure(f"vllm-{self.vllm_versions[0]}")) / "python",
+                    self.engines()[0],
                     script, "--engine", "vllm", extra=plain, timeout_s=400,
                 ),
             )  # fmt: skip
@@ -208,27 +221,24 @@ class Checks:
         """What `make test` promises."""
         if not self.step("environment", lambda: bool(self.tool("python"))):
             return
+        self.begin_engines()  # minutes of downloading, while the source is looked at
         self.lint()
         self.types()
         self.docs()
+        # Nothing else is busy when the tests run: some of them have deadlines.
+        self.step("vLLM environments", lambda: bool(self.engines()))
         self.unit()
         self.fuzz()
         self.vllm()
         self.demo()
 
 
-WATCHDOG = """
-import os, signal, sys, time
-group, seconds = int(sys.argv[1]), float(sys.argv[2])
-time.sleep(seconds)
-for number in (signal.SIGTERM, signal.SIGKILL):
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        break
-    time.sleep(5)
-"""
-"""Ends the process group of a step that takes too long."""
+def end_group(group: int, late: threading.Event | None = None) -> None:
+    """Kill what is left of a step's process group."""
+    if late is not None:
+        late.set()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def main(arguments: Sequence[str]) -> int:

