@@ -37,7 +37,8 @@ struct Health {
 struct OpenRequest {
   protocolMin @0 :UInt16;      # The range that the client speaks; the daemon takes the highest common one.
   protocolMax @1 :UInt16;
-  client @2 :Text;             # Name, version and pid, for logs.
+  client @2 :Text;             # Name, version and pid. Sessions of one instance with equal text are one process:
+                               # they may load and save with each other's ranks, nobody else's may.
   instance @3 :Text;           # Unique for one engine replica (a data-parallel rank is its own instance).
   namespace @4 :Text;          # Who may share blocks; at most 256 bytes.
   manifest @5 :Common.Manifest;

@@ -96,7 +96,9 @@ class NodeService:
         session = next(node.session_ids)
         node.host.open_namespace(request.namespace, request.manifest, session)
         try:
-            node.instances.open(session, request.instance, request.namespace, request.world_size)
+            node.instances.open(
+                session, request.instance, request.namespace, request.world_size, request.client
+            )
         except BaseException:
             node.host.drop_owner(session)
             raise

@@ -1,5 +1,9 @@
 """Which engines are here, which ranks of them have registered, and what ends when a session ends?
 
+A rank belongs to the process that registered it.  That process may use it through several sessions
+(one for loads, one for saves), another process of the same name may not: after a restart its block
+ids would mean the memory of the one that died.
+
 ``Memory`` is whatever an engine gives for an attached rank; it is only kept and handed back.
 """
 
@@ -68,6 +72,8 @@ class Instances(Generic[Memory]):
 
     _by_name: dict[InstanceId, Instance[Memory]] = attrs.field(factory=dict, init=False)
     _of_session: dict[SessionId, Instance[Memory]] = attrs.field(factory=dict, init=False)
+    _process: dict[SessionId, str] = attrs.field(factory=dict, init=False)
+    """How the session's process calls itself."""
 
     def __iter__(self) -> Iterator[Instance[Memory]]:
         """All instances, the oldest first."""
@@ -78,7 +84,12 @@ class Instances(Generic[Memory]):
         return len(self._by_name)
 
     def open(
-        self, session: SessionId, instance: InstanceId, namespace: Namespace, world_size: int
+        self,
+        session: SessionId,
+        instance: InstanceId,
+        namespace: Namespace,
+        world_size: int,
+        process: str = "",
     ) -> None:
         """Add a session.  Raises :exc:`BadRequest` if its instance is open in another shape."""
         assert session not in self._of_session, session
@@ -96,6 +107,7 @@ class Instances(Generic[Memory]):
             )
         here.sessions.add(session)
         self._of_session[session] = here
+        self._process[session] = process
 
     def of(self, session: SessionId) -> Instance[Memory]:
         """The session's instance.  Raises :exc:`UnknownInstance` after it was dropped."""
@@ -135,11 +147,16 @@ class Instances(Generic[Memory]):
         return older
 
     def rank(self, session: SessionId, rank: int) -> Registration[Memory]:
-        """A registered rank of the session's instance.  Raises :exc:`NotReady`."""
+        """A rank that the session's process registered.  Raises :exc:`NotReady`."""
         here = self.of(session)
         found = here.ranks.get(rank)
         if found is None:
             raise NotReady(f"rank {rank} of instance {here.name!r} has not registered")
+        if found.session != session and self._process[found.session] != self._process[session]:
+            raise NotReady(
+                f"rank {rank} of instance {here.name!r} was registered by another process: "
+                f"{self._process[found.session]!r}"
+            )
         return found
 
     def ready(self, instance: InstanceId) -> bool:
@@ -171,6 +188,7 @@ class Instances(Generic[Memory]):
         here = self._of_session.pop(session, None)
         if here is None:
             return Dropped()
+        del self._process[session]
         here.sessions.remove(session)
         if here.sessions:
             return Dropped(detach)
@@ -192,3 +210,4 @@ class Instances(Generic[Memory]):
                 assert session not in seen
                 seen[session] = here
         assert seen == self._of_session
+        assert self._process.keys() == seen.keys()

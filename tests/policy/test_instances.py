@@ -21,6 +21,7 @@ class NaiveSession:
     instance: str
     namespace: str
     world: int
+    process: str
     ranks: dict[int, Registration[str]] = attrs.field(factory=dict)
 
 
@@ -35,8 +36,13 @@ class InstancesMachine(RuleBasedStateMachine):
         self.attached: set[str] = set()
         self.memories = 0
 
-    @rule(name=st.sampled_from("AB"), space=st.sampled_from("nm"), world=st.integers(1, 3))
-    def open(self, name: str, space: str, world: int) -> None:
+    @rule(
+        name=st.sampled_from("AB"),
+        space=st.sampled_from("nm"),
+        world=st.integers(1, 3),
+        process=st.sampled_from(["one", "two"]),
+    )
+    def open(self, name: str, space: str, world: int, process: str) -> None:
         session = SessionId(self.next_session)
         self.next_session += 1
         fits = all(
@@ -45,12 +51,12 @@ class InstancesMachine(RuleBasedStateMachine):
             if other.instance == name
         )
         try:
-            self.real.open(session, InstanceId(name), Namespace(space), world)
+            self.real.open(session, InstanceId(name), Namespace(space), world, process)
         except BadRequest:
             assert not fits
         else:
             assert fits
-            self.sessions[session] = NaiveSession(name, space, world)
+            self.sessions[session] = NaiveSession(name, space, world, process)
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), rank=st.integers(-1, 3), slot=st.integers(0, 2), slots=st.integers(1, 3))
@@ -127,7 +133,8 @@ class InstancesMachine(RuleBasedStateMachine):
             current = self._ranks(session.instance)
             assert self.real.ready(InstanceId(session.instance)) == (len(current) == session.world)
             for rank in range(session.world):
-                if rank in current:
+                owner = self.sessions[current[rank].session] if rank in current else None
+                if owner is not None and owner.process == session.process:
                     assert self.real.rank(SessionId(number), rank) is current[rank]
                 else:
                     with pytest.raises(NotReady):
@@ -153,6 +160,19 @@ def test_a_session_that_ended_is_unknown_and_may_not_remove_a_newer_rank() -> No
     with pytest.raises(UnknownInstance):
         registry.of(old)
     assert not registry.drop_rank(first)
+
+
+def test_another_process_of_the_same_name_may_not_use_a_rank() -> None:
+    """After a restart the block ids of the new process would mean the old one's memory."""
+    registry: Instances[str] = Instances()
+    names = {SessionId(1): "old", SessionId(2): "new", SessionId(3): "old"}
+    for session, process in names.items():
+        registry.open(session, InstanceId("e"), Namespace("n"), 1, process)
+    first = Registration(SessionId(1), 0, 0, 1, (LAYOUT,), "first")
+    registry.register(first)
+    assert registry.rank(SessionId(3), 0) is first
+    with pytest.raises(NotReady, match="another process"):
+        registry.rank(SessionId(2), 0)
 
 
 def test_a_rank_knows_its_groups() -> None:
