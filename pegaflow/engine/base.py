@@ -42,7 +42,11 @@ class AttachedMemory(Protocol):
 
 @attrs.frozen
 class EngineStatistics:
-    """Totals since start, and what waits now."""
+    """Totals since start, and what waits now.
+
+    ``batches`` counts calls that ended, ``blocks`` and ``bytes_copied`` what arrived, and
+    ``failed_blocks`` what did not: blocks + failed_blocks is what was asked for.
+    """
 
     batches: dict[Direction, int]
     blocks: dict[Direction, int]

@@ -1,0 +1,91 @@
+"""Several copy engines as one: memory goes to the engine that can open it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from pegaflow.engine.base import (
+    AttachedMemory,
+    Copies,
+    CopyEngine,
+    Direction,
+    EngineStatistics,
+)
+from pegaflow.engine.cuda import open_cuda_engine
+from pegaflow.engine.host import open_host_engine
+from pegaflow.engine.lanes import add_up
+from pegaflow.errors import BadRequest, MemoryGone
+from pegaflow.model.layout import CudaIpc, Region
+
+
+@attrs.define(eq=False)
+class Engines:
+    """The contract of :mod:`pegaflow.engine.base`, passed on by where the memory lies."""
+
+    host: CopyEngine
+    cuda: CopyEngine | None = None
+    _owners: dict[AttachedMemory, CopyEngine] = attrs.field(init=False, factory=dict)
+
+    async def attach(self, regions: Sequence[Region], fds: Sequence[int]) -> AttachedMemory:
+        """Raises :exc:`BadRequest` for a rank with regions of both kinds, or without CUDA."""
+        engine = self._engine_for(regions)
+        memory = await engine.attach(regions, fds)
+        self._owners[memory] = engine
+        return memory
+
+    async def detach(self, memory: AttachedMemory) -> None:
+        """Close it with the engine that opened it."""
+        await self._owners.pop(memory).detach(memory)
+
+    async def copy(
+        self,
+        direction: Direction,
+        memory: AttachedMemory,
+        batches: Sequence[Copies],
+        *,
+        deadline: float,
+    ) -> NDArray[np.bool_]:
+        """Copy with the engine that opened ``memory``."""
+        engine = self._owners.get(memory)
+        if engine is None:
+            raise MemoryGone("this memory was detached")
+        return await engine.copy(direction, memory, batches, deadline=deadline)
+
+    def statistics(self) -> EngineStatistics:
+        """The sum over the engines."""
+        engines = [self.host] if self.cuda is None else [self.host, self.cuda]
+        return add_up([engine.statistics() for engine in engines])
+
+    def _engine_for(self, regions: Sequence[Region]) -> CopyEngine:
+        kinds = {isinstance(region.source, CudaIpc) for region in regions}
+        if len(kinds) != 1:
+            raise BadRequest("a rank's regions must all be CUDA or all be host memory", "regions")
+        if kinds == {False}:
+            return self.host
+        if self.cuda is None:
+            raise BadRequest("this daemon runs without CUDA", "regions.source")
+        return self.cuda
+
+
+@asynccontextmanager
+async def open_engines(
+    pool: memoryview, *, cuda: bool, queue_capacity: int = 64
+) -> AsyncIterator[Engines]:
+    """The engines of a daemon.  With ``cuda`` the pool's slabs must be registered with CUDA
+    (:func:`pegaflow.engine.cuda.register_host_memory`) and at least one device be visible."""
+    async with AsyncExitStack() as stack:
+        host = await stack.enter_async_context(
+            open_host_engine(pool, queue_capacity=queue_capacity)
+        )
+        if not cuda:
+            yield Engines(host)
+            return
+        yield Engines(
+            host,
+            await stack.enter_async_context(open_cuda_engine(pool, queue_capacity=queue_capacity)),
+        )
