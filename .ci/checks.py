@@ -36,6 +36,11 @@ ASYNC_RULES = (
 FUZZ_SMOKE_SECONDS, TESTS_SECONDS, VLLM_SECONDS = 300, 1500, 1500
 
 
+def is_closing(line: str) -> bool:
+    """A line with which pytest ends, with or without -q."""
+    return bool(PYTEST_CLOSING.fullmatch(line) or PLAIN_CLOSING.fullmatch(line))
+
+
 class Checks:
     """What ran, how long, and what became of it."""
 
@@ -93,10 +98,11 @@ class Checks:
         watchdog.start()
         try:
             assert process.stdout is not None
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                if PYTEST_CLOSING.fullmatch(line.strip()) or PLAIN_CLOSING.fullmatch(line.strip()):
-                    self.closing.append(line.strip())
+            with process.stdout as lines:
+                for line in lines:
+                    print(line, end="", flush=True)
+                    if is_closing(line.strip()):
+                        self.closing.append(line.strip())
             code = process.wait()
         finally:
             watchdog.cancel()
