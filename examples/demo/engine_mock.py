@@ -30,6 +30,9 @@ from pegaflow.model.messages import (
 )
 
 LAYERS, BLOCKS, LAYER_BYTES = 8, 512, 32 << 10
+EFFORT = 6
+"""How much more is hashed than kept: computing has to cost more than copying."""
+
 TIMEOUT_S = 5.0
 
 MANIFEST = Manifest(
@@ -144,8 +147,9 @@ class MockEngine:
 
     def computed(self, name: BlockHash) -> np.ndarray:
         """The forward pass of one block: slow, and a function of all tokens so far."""
-        stream = hashlib.shake_256(name).digest(LAYERS * LAYER_BYTES)
-        return np.frombuffer(stream, np.uint8).reshape(LAYERS, LAYER_BYTES)
+        kept = LAYERS * LAYER_BYTES
+        stream = hashlib.shake_256(name).digest(EFFORT * kept)
+        return np.frombuffer(stream, np.uint8, kept, (EFFORT - 1) * kept).reshape(LAYERS, -1)
 
     def decode(self, tokens: list[int], ids: list[int]):  # noqa: ANN201 - a generator of ints
         """Output tokens out of every byte of the prompt's KV and the tokens of its tail."""
