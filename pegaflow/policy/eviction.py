@@ -104,17 +104,19 @@ class LeafFirst:
             if shelf is None:
                 continue
             row = code & ROW_MASK
+            missing, children, pins, used, parent = shelf.cells
             shelf.queued[row] = False
             # The tail first, then up the prefix as long as the blocks there are next in age.
-            while self._is_evictable(shelf, row):
-                if freed >= need_bytes or len(victims) >= limit or self._is_younger(shelf, row):
+            while not (missing[row] or children[row] or pins[row]):
+                enough = freed >= need_bytes or len(victims) >= limit
+                if enough or (heap and heap[0][0] < used[row]):
                     if not shelf.queued[row]:
                         self._push(shelf, row)
                     break
                 shelf.missing[row] = LEAVING
                 victims.append((shelf, row))
                 freed += shelf.block_bytes
-                row = int(shelf.parent[row])
+                row = parent[row]
                 if row == NO_ROW:
                     break
                 shelf.children[row] -= 1
@@ -129,13 +131,6 @@ class LeafFirst:
                 shelf.children[up] += 1
         for shelf, row in victims:
             self.offer(shelf, np.array([row], np.int64))
-
-    def _is_evictable(self, shelf: Shelf, row: int) -> bool:
-        return not (shelf.missing[row] or shelf.children[row] or shelf.pins[row])
-
-    def _is_younger(self, shelf: Shelf, row: int) -> bool:
-        """Whether another entry of the heap may be older."""
-        return bool(self._heap) and self._heap[0][0] < int(shelf.used[row])
 
     def _push(self, shelf: Shelf, row: int) -> None:
         shelf.queued[row] = True

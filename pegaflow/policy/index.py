@@ -2,9 +2,8 @@
 
 A :class:`Shelf` holds the blocks of one (namespace, group).  A block is a row: one dict leads from
 its hash to the row, everything else is a column.  Columns instead of objects because the work comes
-in batches of hundreds (one NumPy operation each) and because a million objects would make every
-pass of the garbage collector stop the daemon for most of a second; a dict from bytes to int is not
-tracked by it at all.
+in batches of hundreds (one NumPy operation each) and because a full pass of the garbage collector over
+a million objects stops the daemon for 0.2 s; a dict from bytes to int is not tracked by it at all.
 
 Life of a row: free -> filling (slots are being copied) -> sealed (all slots are here) -> free.
 ``missing`` tells: -1 free, 0 sealed, else the slots that are not committed yet.
@@ -83,6 +82,10 @@ class Shelf:
     queued: NDArray[np.bool_] = attrs.field(init=False)
     """The eviction heap has an entry for this row (kept when the row is freed and used again)."""
 
+    cells: tuple[memoryview, ...] = attrs.field(init=False)
+    """``missing, children, pins, used, parent`` for reading: eviction goes from cell to cell, and a
+    memoryview gives one in half the time."""
+
     def __attrs_post_init__(self) -> None:
         """Begin with columns that have no rows."""
         self.slot_bytes = [0] * self.slot_count
@@ -94,6 +97,11 @@ class Shelf:
         self.parent = np.empty(0, np.int64)
         self.children = np.empty(0, np.int64)
         self.queued = np.empty(0, np.bool_)
+        self._view_cells()
+
+    def _view_cells(self) -> None:
+        columns = (self.missing, self.children, self.pins, self.used, self.parent)
+        self.cells = tuple(column.data for column in columns)
 
     # ---- geometry
 
@@ -166,6 +174,7 @@ class Shelf:
         self.parent = _longer(self.parent, more, NO_ROW)
         self.children = _longer(self.children, more, 0)
         self.queued = _longer(self.queued, more, 0)
+        self._view_cells()
         self.hashes.extend(repeat(BlockHash(b""), more))
         # Popped from the end: a fresh save takes ascending rows, which keeps its columns together.
         self.free_rows[:0] = range(old + more - 1, old - 1, -1)
