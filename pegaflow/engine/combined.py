@@ -16,7 +16,7 @@ from pegaflow.engine.base import (
     Direction,
     EngineStatistics,
 )
-from pegaflow.engine.cuda import open_cuda_engine
+from pegaflow.engine.cuda import CudaDevices
 from pegaflow.engine.host import open_host_engine
 from pegaflow.engine.lanes import add_up
 from pegaflow.errors import BadRequest, MemoryGone
@@ -74,18 +74,19 @@ class Engines:
 
 @asynccontextmanager
 async def open_engines(
-    pool: memoryview, *, cuda: bool, queue_capacity: int = 64
+    pool: memoryview, *, cuda: CudaDevices | None, queue_capacity: int = 64
 ) -> AsyncIterator[Engines]:
-    """The engines of a daemon.  With ``cuda`` the pool's slabs must be registered with CUDA
-    (:func:`pegaflow.engine.cuda.register_host_memory`) and at least one device be visible."""
+    """The engines of a daemon.
+
+    With ``cuda`` the pool's slabs must be registered (``cuda.register_slab``) before the policy
+    gets them.
+    """
     async with AsyncExitStack() as stack:
-        host = await stack.enter_async_context(
-            open_host_engine(pool, queue_capacity=queue_capacity)
+        engines = Engines(
+            await stack.enter_async_context(open_host_engine(pool, queue_capacity=queue_capacity))
         )
-        if not cuda:
-            yield Engines(host)
-            return
-        yield Engines(
-            host,
-            await stack.enter_async_context(open_cuda_engine(pool, queue_capacity=queue_capacity)),
-        )
+        if cuda is not None:
+            engines.cuda = await stack.enter_async_context(
+                cuda.open(pool, queue_capacity=queue_capacity)
+            )
+        yield engines
