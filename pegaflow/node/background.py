@@ -11,7 +11,7 @@ from pegaflow.engine.pinned import Pool
 from pegaflow.node.handover import Handover
 from pegaflow.node.parts import Node
 from pegaflow.observe import log
-from pegaflow.policy.host import ExpiredLease, StaleBlocks
+from pegaflow.policy.figures import ExpiredLease, StaleBlocks
 
 EVICT_EVERY_SECONDS = 0.05
 EVICT_BATCH_BLOCKS = 1024

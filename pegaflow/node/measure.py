@@ -11,7 +11,7 @@ from pegaflow.engine.base import Direction
 from pegaflow.node.parts import Node
 from pegaflow.observe.meter import Distribution
 from pegaflow.observe.metrics import Labels, Snapshot
-from pegaflow.policy.host import HostStatistics
+from pegaflow.policy.figures import HostStatistics
 
 NAMESPACES_MAX = 50
 """Series by namespace: clients choose the names, so their number must have a bound."""

@@ -21,7 +21,8 @@ from pegaflow.model.keys import (
     SessionId,
 )
 from pegaflow.model.messages import Ready, SaveRun
-from pegaflow.policy.host import Evicted, Host, LoadPlan, SaveOrder, Sealed, StaleBlocks
+from pegaflow.policy.figures import Evicted, StaleBlocks
+from pegaflow.policy.host import Host, LoadPlan, SaveOrder, Sealed
 
 SIZE = 4096
 SPACE, ENGINE = Namespace("n"), InstanceId("engine")

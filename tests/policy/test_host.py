@@ -29,7 +29,8 @@ from pegaflow.model.keys import (
     SessionId,
 )
 from pegaflow.model.messages import Ready, SaveRun
-from pegaflow.policy.host import ExpiredLease, Host, LoadPlan, SaveOrder, SavePlan
+from pegaflow.policy.figures import ExpiredLease
+from pegaflow.policy.host import Host, LoadPlan, SaveOrder, SavePlan
 from pegaflow.testing.naive import Key, NaiveForest
 
 Runs = list[tuple[int, list[int], int | None]]
