@@ -165,7 +165,6 @@ class Checks:
                 "tests",
                 "--ignore=tests/vllm",
                 "--run-slow",
-                "-q",
                 timeout_s=TESTS_SECONDS,
             ),
         )
@@ -179,7 +178,6 @@ class Checks:
                 self.tool("pytest"),
                 "tests/vllm",
                 "--run-slow",
-                "-q",
                 extra={"PEGAFLOW_VLLM_PYTHONS": os.pathsep.join(self.engines())},
                 timeout_s=VLLM_SECONDS,
             )
