@@ -2,8 +2,9 @@
 
 A :class:`Shelf` holds the blocks of one (namespace, group).  A block is a row: one dict leads from
 its hash to the row, everything else is a column.  Columns instead of objects because the work comes
-in batches of hundreds (one NumPy operation each) and because a full pass of the garbage collector over
-a million objects stops the daemon for 0.2 s; a dict from bytes to int is not tracked by it at all.
+in batches of hundreds (one NumPy operation each) and because a full pass of the garbage collector
+over a million objects stops the daemon for 0.2 s; a dict from bytes to int is not tracked by it at
+all.
 
 Life of a row: free -> filling (slots are being copied) -> sealed (all slots are here) -> free.
 ``missing`` tells: -1 free, 0 sealed, else the slots that are not committed yet.
