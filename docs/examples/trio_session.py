@@ -1,4 +1,4 @@
-"""The Trio form of the client: several questions at a time over one connection, each with a deadline.
+"""The Trio client: several questions at a time over one connection, each with a deadline.
 
     python docs/examples/trio_session.py 127.0.0.1:50055
 
