@@ -118,8 +118,10 @@ class SimCopyEngine:
     # ---- the contract
 
     async def attach(self, regions: Sequence[Region], fds: Sequence[int]) -> SimMemory:
-        """Open exported memory."""
-        await trio.sleep(self.faults.dice.random() * self.chunk_seconds)
+        """Open exported memory; like a thread's work, sometimes not to be cancelled."""
+        dice = self.faults.dice
+        with trio.CancelScope(shield=dice.random() < 0.5):
+            await trio.sleep(dice.random() * self.chunk_seconds)
         arrays: list[Bytes] = []
         for region in regions:
             source = region.source

@@ -477,23 +477,18 @@ class SimEngine:
         self.world.tally.blocks_verified += 1
 
     async def save(self, rank: SimRank, group: int, hashes: list[BlockHash], parent: bytes) -> None:
-        """Compute blocks and offer them, in one run or two."""
-        if not hashes:
-            return
+        """Compute blocks and offer them: mostly one run, also two, also of another group."""
         dice = self.world.dice
-        blocks = self.take(rank, len(hashes))
-        hashes = hashes[: len(blocks)]
-        if not hashes:
-            return
-        size = rank.layouts[group].slot_bytes
-        for key, block in zip(hashes, blocks, strict=True):
-            rank.write(group, block, content(self.model.namespace, group, key, rank.slot, size))
-        ids = np.array(blocks, np.uint32)
         cut = dice.randint(0, len(hashes)) if dice.random() < 0.3 else len(hashes)
-        runs = [m.SaveRun(group, hashes[:cut], parent, ids[:cut])]
+        wanted = [(group, hashes[:cut], parent)]
         if cut < len(hashes):
-            middle = hashes[cut - 1] if cut else parent
-            runs.append(m.SaveRun(group, hashes[cut:], middle, ids[cut:]))
+            wanted.append((group, hashes[cut:], hashes[cut - 1] if cut else parent))
+        if dice.random() < 0.2:
+            wanted.append((dice.randrange(len(rank.layouts)), prompt(dice), b""))
+        runs = [run for one in wanted if len((run := self.computed(rank, *one)).hashes)]
+        if not runs:
+            return
+        blocks = [int(block) for run in runs for block in run.block_ids]
         deadline = self.deadline()
         request = m.SaveRequest(rank.rank, tuple(runs), round(deadline * NS))
         done = await self.attempt(
@@ -501,11 +496,23 @@ class SimEngine:
         )
         if done is not None:
             total = done.stored + done.known + done.rejected + done.failed
-            if total != len(hashes):
-                raise SimulationFailed(f"{done} does not add up to {len(hashes)}")
+            if total != len(blocks):
+                raise SimulationFailed(f"{done} does not add up to {len(blocks)}")
             self.world.expect_perfect(not done.failed, "a save failed without a fault")
             self.world.tally.saves += 1
             rank.free += blocks
+
+    def computed(
+        self, rank: SimRank, group: int, hashes: list[BlockHash], parent: bytes
+    ) -> m.SaveRun:
+        """As many of the blocks as there is free memory for, with the bytes that they should
+        have."""
+        blocks = self.take(rank, len(hashes))
+        hashes = hashes[: len(blocks)]
+        size = rank.layouts[group].slot_bytes
+        for key, block in zip(hashes, blocks, strict=True):
+            rank.write(group, block, content(self.model.namespace, group, key, rank.slot, size))
+        return m.SaveRun(group, hashes, parent, np.array(blocks, np.uint32))
 
     def take(self, rank: SimRank, count: int) -> list[int]:
         """Up to that many free blocks."""
