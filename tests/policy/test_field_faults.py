@@ -458,3 +458,76 @@ def test_reclaiming_nothing_helps_when_it_is_too_little() -> None:
     with host.saving(SaveOrder(SPACE, ENGINE, 0, [big]), 0.0) as plan:
         assert plan.rejected == 1
     assert host.statistics().unsealed == 2
+
+
+def test_t19_one_allocation_evicts_a_bounded_amount_of_its_neighbours() -> None:
+    """Two sizes in one pool: no hole for the large block appears before a whole slab is empty."""
+    host = Host(make_token=lambda: LeaseToken(b"t" * 16), align_bytes=SIZE)
+    for slab in range(64):
+        host.add_memory(slab * 2 * SIZE, 2 * SIZE)
+    host.open_namespace(SPACE, MANIFEST, SessionId(0))
+    host.declare_slots(SPACE, 0, 0, 1, SIZE)
+    host.declare_slots(SPACE, 1, 0, 1, 2 * SIZE)
+    # Saved apart, so that the older half of every slab is older than every younger half.
+    for start in (0, 64):
+        for i in range(64):
+            save(host, [name(start + i)])
+    owners: dict[int, list[int]] = {}
+    shelf = host._order.shelves[0]
+    for key, row in shelf.keys.items():
+        owners.setdefault(int(shelf.offsets[0][row]) // (2 * SIZE), []).append(int(key))
+    first_of_each = [BlockHash(b"%016d" % min(both)) for both in owners.values()]
+    for key in first_of_each:
+        look(host, [key])
+        host.drop_leases(SCHEDULER)
+    big = SaveRun(1, [name(1000)], b"", np.zeros(1, np.uint32))
+    with host.saving(SaveOrder(SPACE, ENGINE, 0, [big]), 0.0) as plan:
+        assert (plan.blocks, plan.rejected) == (0, 1)
+    assert 2 <= host.statistics().evictions <= 4 * 2
+    host.validate()
+
+
+def test_a_save_counts_as_a_use_of_what_it_finds() -> None:
+    host = open_host(4)
+    save(host, chain(0, 2))
+    save(host, chain(100, 2))
+    assert save(host, chain(0, 2)).stored == 0
+    save(host, chain(200, 2))
+    assert look(host, chain(0, 2)).hit_count == 2
+    assert look(host, chain(100, 2)).hit_count == 0
+
+
+def test_a_hash_that_is_repeated_in_a_query_is_pinned_once() -> None:
+    host = open_host(4)
+    save(host, chain(0, 2))
+    ready = look(host, [name(0), name(1), name(0), name(1)])
+    assert ready.hit_count == 4
+    assert host.statistics().pinned_blocks == 2
+    with load(host, ready.lease, 4) as plan:
+        assert plan.pool_offsets.tolist()[:2] == plan.pool_offsets.tolist()[2:]
+        host.validate()
+    assert host.statistics().pinned_blocks == 0
+    host.validate()
+
+
+def test_clear_keeps_the_head_of_a_leased_tail() -> None:
+    host = open_host(8)
+    save(host, chain(0, 4))
+    answer = host.look(SPACE, 0, [name(2)], name(1), ENGINE, SCHEDULER, 1, 0.0)
+    assert isinstance(answer, Ready)
+    assert host.clear() == Evicted(1, SIZE, 0, 3)
+    host.release([answer.lease], SCHEDULER)
+    assert look(host, chain(0, 4)).hit_count == 3
+    host.validate()
+
+
+def test_a_renewed_lease_expires_after_its_new_time() -> None:
+    host = open_host(4)
+    save(host, chain(0, 4))
+    ready = look(host, chain(0, 4))
+    host.renew(ready.lease, SCHEDULER, 50.0)
+    assert host.expire(60.0) == []
+    host.validate()
+    assert host.expire(109.0) == []
+    assert len(host.expire(110.0)) == 1
+    assert host.statistics().pinned_blocks == 0

@@ -507,6 +507,7 @@ class HostMachine(RuleBasedStateMachine):
             **dict.fromkeys(sealed, True),
             **dict.fromkeys(self.model.unsealed, False),
         }
+        self.agrees_on_the_forest()
         numbers = self.host.statistics()
         assert numbers.capacity_bytes - numbers.used_bytes == self.model.room * SIZE
         assert numbers.hits + numbers.misses == self.looked
@@ -519,6 +520,16 @@ class HostMachine(RuleBasedStateMachine):
         assert numbers.open_saves == len(self.open)
         assert len(self.gone) == numbers.evictions == self.model.evicted
         assert numbers.insertions - numbers.evictions == len(sealed)
+
+    def agrees_on_the_forest(self) -> None:
+        """Age, pins and parents: what the next eviction depends on."""
+        for (number, hash_), block in self.model.forest.blocks.items():
+            shelf = self.host._order.shelves[number]
+            row = shelf.keys[BlockHash(hash_)]
+            up = int(shelf.parent[row])
+            assert int(shelf.used[row]) == block.used
+            assert int(shelf.pins[row]) == block.pins
+            assert (None if up < 0 else (number, shelf.hashes[up])) == block.parent
 
 
 TestHost = HostMachine.TestCase
