@@ -70,7 +70,7 @@ async def _call(
 ) -> T:
     start, read = pair
     try:
-        with trio.fail_after(timeout_s):
+        with trio.fail_after(max(timeout_s, 0)):
             promise = start(capability)
             assert isinstance(promise, Awaitable) or hasattr(promise, "__await__")
             return read(await promise)
@@ -79,9 +79,8 @@ async def _call(
     except PegaflowError:
         raise
     except Exception as exc:
-        if not is_rpc_error(exc):
-            raise
-    raise PeerGone("the connection broke")
+        trouble = "the connection broke" if is_rpc_error(exc) else type(exc).__name__
+    raise PeerGone(f"the peer's answer can't be read: {trouble}")
 
 
 @contextlib.asynccontextmanager

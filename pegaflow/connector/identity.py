@@ -30,7 +30,7 @@ class Identity:
 
 
 def make_identity(fields: Mapping[str, str], namespace: str = "") -> Identity:
-    """The manifest and its namespace: as given, or with 160 bits of the manifest's digest."""
+    """The manifest and its namespace: as given, or named by 160 bits of its digest."""
     manifest = Manifest(dict(fields))
     manifest.check_complete()
     if not namespace:

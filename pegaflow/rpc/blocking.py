@@ -120,10 +120,15 @@ class _Transport:
 
     def flush(self, end: float) -> None:
         """Send everything; :exc:`TimeoutError` when the peer does not take it by ``end``."""
-        if self.out:
-            out, self.out = self.out, []
+        if not self.out:
+            return
+        out, self.out = self.out, []
+        try:
             self.sock.settimeout(max(end - time.monotonic(), 1e-4))
             self.sock.sendall(out[0] if len(out) == 1 else b"".join(out))
+        except OSError:
+            self.closing = True  # half a message may be out: nothing can follow it
+            raise
 
     def receive(self, end: float) -> bool:
         """Read once; False at the end of the stream; :exc:`TimeoutError` at ``end``."""
@@ -235,6 +240,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.loop: _Loop | None = None
         self.connections: dict[int, _Connection] = {}
+        self.orphans: collections.deque[int] = collections.deque()
+        """Numbers of wires that were dropped without close(); any thread appends."""
 
 
 _thread = _Thread()
@@ -283,10 +290,15 @@ class Wire:
 
     def __init__(self, sock: socket.socket, limits: Limits) -> None:
         """Take over a connected socket."""
-        loop = _enter()
         self._thread_id = threading.get_ident()
         self._socket = sock
-        self._number = next(_numbers)
+        self._number = 0
+        self._orphans = _thread.orphans
+        try:
+            loop = _enter()
+        except BaseException:
+            sock.close()
+            raise
         _collect_orphans()
         with loop.running():
             box: list[object] = []
@@ -297,6 +309,7 @@ class Wire:
             client = capnp.TwoPartyClient(box[0], **limits.capnp)
         connection = _Connection(loop, transport, client, box.pop())
         _incref(connection)
+        self._number = next(_numbers)
         _thread.connections[self._number] = connection
 
     @property
@@ -335,6 +348,7 @@ class Wire:
                 outcome = _exchange(connection, capability, start, read, end, keep)
         except PegaflowError as exc:
             outcome = exc.with_traceback(None)
+            outcome.__context__ = None  # its frames hold capnp objects too
         except TimeoutError:
             outcome = DeadlineExceeded("no answer within the deadline")
         except (OSError, capnp.KjException) as exc:
@@ -342,8 +356,9 @@ class Wire:
         except Exception as exc:
             outcome = PeerGone(f"the peer's answer can't be read: {type(exc).__name__}")
         if isinstance(outcome, PegaflowError):
-            if isinstance(outcome, PeerGone) or connection.transport.out:
+            if isinstance(outcome, PeerGone):
                 connection.transport.closing = True
+            del connection  # this frame goes with the exception wherever the caller takes it
             raise outcome
         return outcome
 
@@ -359,30 +374,23 @@ class Wire:
 
     def close(self) -> None:
         """Drop every capability and the socket.  May be repeated."""
-        _close(self._number)
+        if self._number in _thread.connections:
+            _close(self._number)
+            self._number = 0
+        _collect_orphans()
 
     def __del__(self) -> None:
-        if self._number not in _thread.connections:
+        if not self._number:  # closed, or never opened
             return
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        _orphans.append(self._number)
-
-
-_orphans: collections.deque[int] = collections.deque()
+        self._orphans.append(self._number)
 
 
 def _collect_orphans() -> None:
     """Close what was dropped without close() and belongs to this thread."""
-    for _ in range(len(_orphans)):
-        try:
-            number = _orphans.popleft()
-        except IndexError:  # another thread was faster
-            return
-        if number in _thread.connections:
-            _close(number)
-        else:
-            _orphans.append(number)
+    while _thread.orphans:
+        _close(_thread.orphans.popleft())
 
 
 def _close(number: int) -> None:

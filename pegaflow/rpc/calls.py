@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from pegaflow.errors import BadRequest
 from pegaflow.model import messages as m
 from pegaflow.model.keys import LeaseToken
 from pegaflow.rpc import convert, schema
@@ -30,7 +31,13 @@ def _pair(
 
     def start(capability: object) -> object:
         request: Field = getattr(capability, f"{method}_request")()
-        write(request)
+        trouble = ""
+        try:
+            write(request)
+        except Exception as exc:  # a number out of range, text that does not encode
+            trouble = type(exc).__name__
+        if trouble:  # raised out here: no context that would keep capnp objects
+            raise BadRequest(f"{method}: a value does not fit the wire's types ({trouble})", method)
         return request.send()
 
     return start, read  # type: ignore[return-value]  # pycapnp's answers are untyped

@@ -145,7 +145,6 @@ async def serve(
 
     async def one(sock: socket.socket) -> None:
         nonlocal open_now
-        open_now += 1
         try:
             await serve_connection(loop, sock, bootstrap, limits)
         except* (OSError, capnp.KjException) as group:
@@ -155,6 +154,7 @@ async def serve(
             sock.close()
 
     async def accept(listener: socket.socket, nursery: trio.Nursery) -> None:
+        nonlocal open_now
         listener.setblocking(False)
         while True:
             try:
@@ -173,7 +173,9 @@ async def serve(
                 log.warning("rpc.connection_refused", open=open_now)
                 sock.close()
                 continue
+            open_now += 1  # here: tasks of a burst start later
             nursery.start_soon(one, sock)
+            await trio.lowlevel.checkpoint()
 
     async with trio.open_nursery() as nursery:
         for listener in listeners:

@@ -156,9 +156,14 @@ def write_error(builder: Struct, exc: Exception) -> None:
     kind = error_kind(exc)
     builder.kind = kind
     text = "internal error; the daemon's log has it" if kind == "internal" else str(exc)
-    clean = text.encode("utf-8", "backslashreplace").decode().replace("\0", "?")
-    builder.message = clean[:MESSAGE_CHARS_MAX]
-    builder.field = str(getattr(exc, "field", ""))[:NAME_BYTES_MAX]
+    builder.message = _clean(text, MESSAGE_CHARS_MAX)
+    builder.field = _clean(str(getattr(exc, "field", "")), NAME_BYTES_MAX)
+
+
+def _clean(text: str, max_chars: int) -> str:
+    """What always encodes and fits: a lone surrogate would leave the call unanswered."""
+    clean = text[:max_chars].encode("utf-8", "backslashreplace").decode().replace("\0", "?")
+    return clean[:max_chars]
 
 
 def read_error(reader: Struct) -> PegaflowError:

@@ -169,7 +169,7 @@ class Call(Coroutine[object, object, object]):
     context, and ``fill(results, value)`` runs only while the call is still alive.
     """
 
-    __slots__ = ("args", "context", "fill", "fn", "nursery")
+    __slots__ = ("args", "context", "ended", "fill", "fn", "nursery")
 
     def __init__(
         self,
@@ -178,9 +178,11 @@ class Call(Coroutine[object, object, object]):
         args: tuple[object, ...],
         context: _CallContext,
         fill: Callable[..., None],
+        ended: Callable[[], None],
     ) -> None:
+        """``ended`` is called exactly once, also when the call is over before ``fn`` began."""
         self.nursery, self.fn, self.args = nursery, fn, args
-        self.context, self.fill = context, fill
+        self.context, self.fill, self.ended = context, fill, ended
 
     # asyncio.iscoroutine() accepts any collections.abc.Coroutine; nobody runs these.
     def send(self, value: object) -> object:
@@ -260,6 +262,12 @@ class Task(_Pending):
             self._loop.drain()
 
     async def run(self, call: Call) -> None:
+        try:
+            await self._run(call)
+        finally:
+            call.ended()
+
+    async def _run(self, call: Call) -> None:
         if self._context_dead:  # cancelled before it began
             self._state = self.CANCELLED
             return
@@ -333,6 +341,8 @@ class KjLoop:
                 self.nursery.start_soon(task.run_coroutine, coroutine)
         except RuntimeError:  # "nursery is closed to new arrivals"
             task._state = Task.CANCELLED
+            if isinstance(coroutine, Call):
+                coroutine.ended()
         return task
 
     def call_exception_handler(self, context: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import attrs
@@ -34,33 +34,45 @@ LOADING_PATIENCE_S = 2.0
 class Request(Protocol):
     """What is read of vLLM's request."""
 
-    request_id: str
-    block_hashes: Sequence[bytes]
-    num_tokens: int
-    num_computed_tokens: int
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
 
 
 class NewRequest(Protocol):
     """What is read of ``NewRequestData``."""
 
-    req_id: str
-    block_ids: tuple[list[int], ...]
+    @property
+    def req_id(self) -> str: ...
+    @property
+    def block_ids(self) -> tuple[list[int], ...]: ...
 
 
 class CachedRequests(Protocol):
     """What is read of ``CachedRequestData``."""
 
-    req_ids: list[str]
-    resumed_req_ids: Collection[str]
-    new_block_ids: list[tuple[list[int], ...] | None]
+    @property
+    def req_ids(self) -> Sequence[str]: ...
+    @property
+    def resumed_req_ids(self) -> Collection[str]: ...
+    @property
+    def new_block_ids(self) -> Sequence[tuple[list[int], ...] | None]: ...
 
 
 class SchedulerOutput(Protocol):
     """What is read of one step's ``SchedulerOutput`` in every version."""
 
-    scheduled_new_reqs: Sequence[NewRequest]
-    scheduled_cached_reqs: CachedRequests
-    num_scheduled_tokens: dict[str, int]
+    @property
+    def scheduled_new_reqs(self) -> Sequence[NewRequest]: ...
+    @property
+    def scheduled_cached_reqs(self) -> CachedRequests: ...
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
 
 
 @attrs.frozen
