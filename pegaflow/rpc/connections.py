@@ -63,6 +63,11 @@ class Connection:
         self.last_call = trio.current_time()
         return self.in_flight < self.limits.calls_in_flight
 
+    def end(self) -> None:
+        """A call that was in flight is over."""
+        self.in_flight -= 1
+        self.last_call = trio.current_time()
+
 
 def peer_of(sock: socket.socket) -> Peer:
     """The address for logs, and whether the peer is on this host."""

@@ -117,13 +117,14 @@ class _Methods:
             # Bound outside the except block: a kept exception would keep its frames.
             refusal = exc.with_traceback(None)
             return Immediate(self._refuse, method, context.results, refusal, began)
-        connection.in_flight += 1  # at once: tasks start later, and in any order
+        connection.in_flight += 1  # at once: tasks start later, and in any order; end() takes it down
         return Call(
             connection.nursery,
             self._run,
             (run, request),
             context,
             lambda results, outcome: self._settle(method, results, outcome, fill, began),
+            connection.end,
         )
 
     async def _run(self, run: Callable[[T], Awaitable[object]], request: T) -> object:
@@ -133,9 +134,6 @@ class _Methods:
             raise
         except Exception as exc:
             return exc
-        finally:
-            self._connection.in_flight -= 1
-            self._connection.last_call = trio.current_time()
 
     def _settle(
         self, method: str, results: Struct, outcome: object, fill: Fill[object], began: float
