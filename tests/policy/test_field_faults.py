@@ -531,3 +531,13 @@ def test_a_renewed_lease_expires_after_its_new_time() -> None:
     assert host.expire(109.0) == []
     assert len(host.expire(110.0)) == 1
     assert host.statistics().pinned_blocks == 0
+
+
+def test_only_as_many_leftovers_are_given_up_as_room_is_needed_the_oldest_first() -> None:
+    host = open_host(8, slots=2)
+    save(host, chain(0, 8))
+    save(host, chain(10, 8))
+    assert save(host, chain(20, 3)).stored == 3
+    assert host.statistics().unsealed_reclaimed == 3
+    shelf = host._order.shelves[0]
+    assert set(shelf.keys) == {*chain(3, 5), *chain(10, 8), *chain(20, 3)}
