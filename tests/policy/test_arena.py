@@ -128,6 +128,7 @@ def test_what_is_wrong_is_refused() -> None:
 def test_validate_sees_a_leak_and_an_overlap() -> None:
     arena = Arena()
     arena.add_memory(0, 4096)
+    arena.validate()
     taken = arena.allocate(2, 1024).tolist()
     arena.validate([(offset, 1024) for offset in taken])
     with pytest.raises(AssertionError, match="leaked"):

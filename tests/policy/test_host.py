@@ -615,6 +615,18 @@ def test_a_namespace_has_one_identity_while_it_is_used() -> None:
     host.validate()
 
 
+def test_clearing_forgets_a_namespace_that_nobody_uses_any_more() -> None:
+    host = small_host()
+    run = SaveRun(0, [name(0)], b"", np.zeros(1, np.uint32))
+    with host.saving(SaveOrder(Namespace("n"), InstanceId("i"), 0, [run]), 0.0) as plan:
+        plan.commit(np.zeros(1, np.bool_), 0.0)
+    host.drop_owner(SessionId(0))
+    assert list(host.statistics().namespaces) == ["n"]
+    assert host.clear().blocks == 1
+    assert not host.statistics().namespaces
+    host.validate()
+
+
 def test_a_namespace_without_owner_is_replaced_when_it_is_empty() -> None:
     host = Host(make_token=lambda: LeaseToken(b"t" * 16))
     host.open_namespace(Namespace("n"), Manifest({"model": "m"}))

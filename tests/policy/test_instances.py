@@ -160,6 +160,7 @@ def test_a_session_that_ended_is_unknown_and_may_not_remove_a_newer_rank() -> No
     with pytest.raises(UnknownInstance):
         registry.of(old)
     assert not registry.drop_rank(first)
+    assert registry.drop_registrations(old) == ()
 
 
 def test_another_process_of_the_same_name_may_not_use_a_rank() -> None:
