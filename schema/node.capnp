@@ -21,9 +21,10 @@ interface Node {
   statistics @2 () -> (json :Text);
   # A flat JSON object of numbers and strings; for people and tests. Metrics are at HTTP /metrics.
 
-  shutdown @3 (graceMillis :UInt32) -> (result :EmptyResult);
+  shutdown @3 (graceMillis :UInt32, bootId :Data) -> (result :EmptyResult);
   # Ask the daemon to drain and exit with 0, as SIGTERM does. Only honoured from this host
-  # (loopback or a Unix-domain socket).
+  # (loopback or a Unix-domain socket), and only with the boot id that `health` told: neither a
+  # stray message nor one that was meant for the daemon before ends this one.
 }
 
 struct Health {

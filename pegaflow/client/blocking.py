@@ -39,7 +39,9 @@ class BlockingNode:
 
     def shutdown(self, grace_ms: int, timeout_s: float) -> None:
         """Ask the daemon to drain and exit; only from its own host."""
-        self._wire.call("node", *calls.shutdown(grace_ms), _end(timeout_s))
+        end = _end(timeout_s)
+        boot_id = self._wire.call("node", *calls.health(), end).boot_id
+        self._wire.call("node", *calls.shutdown(grace_ms, boot_id), end)
 
     @property
     def open(self) -> bool:

@@ -89,6 +89,8 @@ class HostCopyEngine:
         own: list[int] = []
         try:
             for region, fd in zip(regions, fds, strict=True):
+                if not isinstance(region.source, HandedOver):
+                    raise BadRequest("GPU memory, but this daemon serves no GPU", "regions")
                 own.append(_duplicate(fd))
                 _check_file(own[-1], region)
         except BaseException:

@@ -53,11 +53,11 @@ def statistics() -> tuple[Start, Read[str]]:
     return _pair("statistics", lambda _: None, lambda answer: str(answer.json))
 
 
-def shutdown(grace_ms: int) -> tuple[Start, Read[None]]:
+def shutdown(grace_ms: int, boot_id: bytes) -> tuple[Start, Read[None]]:
     """``Node.shutdown``."""
 
     def write(request: Struct) -> None:
-        request.graceMillis = grace_ms
+        request.graceMillis, request.bootId = grace_ms, boot_id
 
     return _pair("shutdown", write, _read_nothing)
 

@@ -13,12 +13,12 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from pegaflow.errors import Overloaded, VersionMismatch
+from pegaflow.errors import BadRequest, Overloaded, VersionMismatch
 from pegaflow.model import messages as m
 from pegaflow.model.keys import LeaseToken
 from pegaflow.observe import log
 from pegaflow.rpc import convert, schema
-from pegaflow.rpc.connections import Connection, Limits, Peer, serve
+from pegaflow.rpc.connections import Connection, Limits, Peer, is_rpc_error, serve
 from pegaflow.rpc.convert import Struct
 from pegaflow.rpc.kjloop import Call, Immediate, KjLoop
 
@@ -76,6 +76,8 @@ class _Methods:
         self._node.observed(method, "ok", trio.current_time() - began)
 
     def _refuse(self, method: str, results: Struct, exc: Exception, began: float) -> None:
+        if is_unreadable(exc):
+            exc = BadRequest("the message can't be read: it breaks its own structure")
         kind = convert.error_kind(exc)
         if kind == "internal":
             log.error("rpc.internal_error", exc=exc, method=method)
@@ -283,12 +285,18 @@ class NodeServer(_Methods, schema.node.Node.Server):  # type: ignore[misc]  # ca
         return Immediate(body)
 
     def shutdown_context(self, context: Context) -> Immediate:
-        return self._now(
-            "shutdown",
-            context,
-            lambda: self._node.shutdown(int(context.params.graceMillis), self._connection.peer),
-            _nothing,
-        )
+        def run() -> None:
+            params = context.params
+            if bytes(params.bootId) != self._node.health().boot_id:
+                raise BadRequest("the boot id is not this daemon's: ask for its health", "bootId")
+            self._node.shutdown(int(params.graceMillis), self._connection.peer)
+
+        return self._now("shutdown", context, run, _nothing)
+
+
+def is_unreadable(exc: Exception) -> bool:
+    """Whether a reader met pointers or text that can't be: the peer's doing, not a bug of ours."""
+    return is_rpc_error(exc) or isinstance(exc, UnicodeDecodeError)
 
 
 def negotiate(request: m.OpenRequest) -> int:
