@@ -1,1 +1,1 @@
-"""Garbage in: the daemon and the clients must refuse it, live on, and not grow.  See __main__.py."""
+"""Garbage in: daemon and clients must refuse it, live on, and not grow.  See __main__.py."""

@@ -55,7 +55,8 @@ def attack(name: str, work: Live, target: Target, seed: int, count: int) -> dict
     except (DaemonDied, InternalError) as exc:
         path = target.write_down(f"{name}-{seed}")
         print(f"{name}: {exc}", file=sys.stderr)
-        print(f"replay: python -m fuzz {name} --seed {seed} --count {count}; the last inputs are in {path}", file=sys.stderr)
+        replay = f"python -m fuzz {name} --seed {seed} --count {count}"
+        print(f"replay: {replay}; the last inputs are in {path}", file=sys.stderr)
         raise
     print(f"{name}: {dict(ended.most_common(40))}", file=sys.stderr, flush=True)
     time.sleep(1.0)  # closed connections are being taken down
@@ -72,7 +73,9 @@ def attack(name: str, work: Live, target: Target, seed: int, count: int) -> dict
     }
 
 
-def run_live(name: str, work: Live, seed: int, count: int, address: str | None) -> dict[str, object]:
+def run_live(
+    name: str, work: Live, seed: int, count: int, address: str | None
+) -> dict[str, object]:
     """Against the daemon at ``address``, or against one of our own."""
     if address is not None:
         return attack(name, work, Target.at(address), seed, count)
@@ -111,7 +114,9 @@ def run_one(name: str, seed: int, count: int, address: str | None) -> dict[str, 
 def main() -> int:
     """0 when everything lived, 1 when not."""
     parser = argparse.ArgumentParser(
-        prog="python -m fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m fuzz",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = (*LIVE, "hostile-server", "canary", "smoke")
     parser.add_argument("target", choices=names)

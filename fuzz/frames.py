@@ -174,9 +174,7 @@ def _read(selector: selectors.BaseSelector, stream: _Stream, ended: Counter[str]
     _end(selector, stream, "closed-by-daemon", ended)
 
 
-def _end(
-    selector: selectors.BaseSelector, stream: _Stream, how: str, ended: Counter[str]
-) -> None:
+def _end(selector: selectors.BaseSelector, stream: _Stream, how: str, ended: Counter[str]) -> None:
     answered = struct.pack("<I", messages.SENTINEL_QUESTION) in stream.got
     ended["inputs"] += stream.spoiled if answered else 1
     ended["answered to the end" if answered else how] += 1

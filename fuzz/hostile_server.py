@@ -1,4 +1,4 @@
-"""Our blocking client against a server that answers garbage: only our errors, within the deadline."""
+"""Our blocking client against a server that answers garbage: our errors only, in time."""
 
 from __future__ import annotations
 

@@ -127,9 +127,7 @@ def conversation(dice: random.Random, instance: str) -> list[bytes]:
         _session(
             5,
             "load",
-            _request(
-                convert.write_load_request, m.LoadRequest(0, lease, 0, ids, ids, deadline)
-            ),
+            _request(convert.write_load_request, m.LoadRequest(0, lease, 0, ids, ids, deadline)),
         ),
         _session(6, "release", lambda p: setattr(p, "leases", [lease])),
         _session(7, "renew", lambda p: setattr(p, "lease", lease)),
@@ -179,9 +177,9 @@ def hostile(dice: random.Random) -> bytes:
 
 
 _KINDS = (
-    "call call call return finish resolve release disembargo bootstrap provide accept join abort "
-    "unimplemented"
-).split()  # fmt: skip
+    "call", "call", "call", "return", "finish", "resolve", "release", "disembargo", "bootstrap",
+    "provide", "accept", "join", "abort", "unimplemented",
+)  # fmt: skip
 
 
 def _hostile_call(dice: random.Random, call: object, number: int) -> None:
@@ -196,7 +194,8 @@ def _hostile_call(dice: random.Random, call: object, number: int) -> None:
         for step in answer.init("transform", dice.choice([0, 1, 3, 100])):
             step.getPointerField = dice.choice([0, 1, 2, 65535])
     interface = dice.choice([schema.node.Node, schema.node.Session])
-    call.interfaceId = dice.choice([0xDEADBEEF, interface.schema.node.id])  # type: ignore[attr-defined]
+    interfaces = [0xDEADBEEF, interface.schema.node.id]
+    call.interfaceId = dice.choice(interfaces)  # type: ignore[attr-defined]
     call.methodId = dice.choice([0, 1, 2, 3, 4, 5, 6, 7, 9, 65535])  # type: ignore[attr-defined]
     if dice.random() < 0.4:
         for entry in call.init("params").init("capTable", dice.choice([0, 1, 3, 200])):
@@ -243,7 +242,7 @@ ENVELOPE_BYTES = 8 + 19 * 8
 
 def body_start(message: bytes) -> int:
     """Where the segments begin behind the frame's header."""
-    segments = struct.unpack_from("<I", message)[0] + 1
+    segments: int = struct.unpack_from("<I", message)[0] + 1
     return (4 + 4 * segments + 7) & ~7
 
 

@@ -14,7 +14,7 @@ from fuzz.messages import MANIFEST, unique_name
 from fuzz.target import Target
 from pegaflow.client.blocking import BlockingSession
 from pegaflow.client.memory import SharedMemory, hand_over
-from pegaflow.errors import BadRequest, DeadlineExceeded, PegaflowError, PeerGone
+from pegaflow.errors import DeadlineExceeded, PeerGone, PegaflowError
 from pegaflow.model import messages as m
 from pegaflow.model.keys import BlockHash, InstanceId, LeaseToken, Manifest, Namespace
 from pegaflow.model.layout import GroupLayout, HandedOver, Region, Run
@@ -43,12 +43,11 @@ class _Engine:
     def open(self) -> None:
         """A new session, sometimes one that must be refused."""
         self.close()
-        manifest, world, protocol = MANIFEST, 1, None
+        manifest, world = MANIFEST, 1
         if self.dice.random() < 0.2:
             manifest = self.dice.choice([Manifest({}), Manifest({**MANIFEST.fields, "dtype": "x"})])
         if self.dice.random() < 0.1:
             world = self.dice.choice([0, 2, 4096, 4097, 2**32 - 1])
-        del protocol
         self.session = BlockingSession(
             self.target.address,
             instance=InstanceId(self.dice.choice([unique_name(), "shared", "", "x" * 300])),
@@ -100,13 +99,14 @@ class _Engine:
         region = Region(size, HandedOver(token, self.number(0) % 65536, self.number(0)))
         run = Run(0, self.number(0), self.number(BLOCK_BYTES), self.number(BLOCK_BYTES))
         layout = GroupLayout(self.number(0) % 65536, self.number(BLOCKS), (run,))
-        request = m.RegisterRequest(self.number(0), self.number(0), self.number(1), (region,), (layout,))
-        session.register(request, TIMEOUT_S)
+        rank, slot, slots = self.number(0), self.number(0), self.number(1)
+        session.register(m.RegisterRequest(rank, slot, slots, (region,), (layout,)), TIMEOUT_S)
 
     def query(self, session: BlockingSession) -> None:
         """Ask; keep the lease."""
         hashes = self.hashes()
-        request = m.QueryRequest(self.number(0) % 65536, hashes, self.dice.choice([b"", b"p" * 32, b"p" * 65]), "r")
+        parent = self.dice.choice([b"", b"p" * 32, b"p" * 65])
+        request = m.QueryRequest(self.number(0) % 65536, hashes, parent, "r")
         reply = session.query(request, TIMEOUT_S)
         if isinstance(reply, m.Ready) and reply.hit_count:
             self.leases.append((reply.lease, reply.hit_count))
@@ -121,9 +121,8 @@ class _Engine:
         """Redeem a lease, fully or not, twice, with positions beyond it."""
         token, count = self.lease()
         positions = self.ids(count) % max(self.number(count), 1)
-        request = m.LoadRequest(
-            self.number(0), token, self.number(0) % 65536, positions, self.ids(count), self.deadline_ns()
-        )
+        rank, group, ids = self.number(0), self.number(0) % 65536, self.ids(count)
+        request = m.LoadRequest(rank, token, group, positions, ids, self.deadline_ns())
         session.load(request, TIMEOUT_S)
 
     def save(self, session: BlockingSession) -> None:
@@ -136,9 +135,9 @@ class _Engine:
 
     def act(self) -> str:
         """One random call; returns its name and what became of it."""
-        if self.session is None or self.dice.random() < 0.01:
-            name, step = "open", self.open
-        else:
+        name: str = "open"
+        step: Callable[[], object] = self.open
+        if self.session is not None and self.dice.random() >= 0.01:
             name, step = self._some_call(self.session)
         try:
             step()
@@ -192,6 +191,3 @@ def run(target: Target, dice: random.Random, count: int) -> Counter[str]:
             engine.memory.close()
     target.check()
     return ended
-
-
-__all__ = ["BadRequest", "run"]

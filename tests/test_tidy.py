@@ -86,7 +86,8 @@ def test_public_names_have_docstrings() -> None:
                     name.id if isinstance(name, ast.Name) else getattr(name, "attr", "")
                     for name in node.decorator_list
                 }
-                if ast.get_docstring(node) is None and not exempt:
+                declared_only = ast.unparse(node.body[-1]) == "..."  # of somebody else's class
+                if ast.get_docstring(node) is None and not exempt and not declared_only:
                     silent.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}")
     assert not silent, silent
 
@@ -157,6 +158,7 @@ def test_every_metric_of_the_connector_is_documented() -> None:
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) == "Metric"
         and isinstance(node.args[2], ast.Constant)
+        and isinstance(node.args[2].value, str)
     }
     assert len(names) >= 10, names
     missing = sorted(name for name in names if f"`vllm:pega_{name}`" not in page)

@@ -42,7 +42,7 @@ def make_identity(fields: Mapping[str, str], namespace: str = "") -> Identity:
 
 
 def seed_check(hash_function: Callable[[object], bytes], seed: str | None, engine_id: str) -> str:
-    """A sample block's hash, computed as the engine computes them; equal only for equal hash inputs.
+    """A sample block's hash, computed as the engine does it; equal only for equal hash inputs.
 
     Without a fixed ``seed`` the engine draws one at every start and no key of it can ever be
     found again: the check then names this one engine.

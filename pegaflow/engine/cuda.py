@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import ModuleType
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import attrs
 import numpy as np
@@ -43,18 +43,18 @@ _PRIORITY: Final[dict[Direction, int]] = {"save": 0, "load": -5}  # lower goes f
 
 
 class _Location(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]  # noqa: RUF012
+    _fields_: ClassVar = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class _Attributes(ctypes.Structure):
     """CUmemcpyAttributes.  Locations are hints for managed memory only."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_: ClassVar = (
         ("source_access_order", ctypes.c_int),
         ("source", _Location),
         ("destination", _Location),
         ("flags", ctypes.c_uint),
-    ]
+    )
 
 
 class Driver(Protocol):

@@ -89,9 +89,7 @@ class HostCopyEngine:
         own: list[int] = []
         try:
             for region, fd in zip(regions, fds, strict=True):
-                if not isinstance(region.source, HandedOver):
-                    raise BadRequest("GPU memory, but this daemon serves no GPU", "regions")
-                own.append(_duplicate(fd))
+                own.append(_duplicate(fd, region))
                 _check_file(own[-1], region)
         except BaseException:
             for fd in own:
@@ -241,7 +239,9 @@ def _transfer(direction: Direction, fd: int, vectors: int, count: int, offset: i
     return done
 
 
-def _duplicate(fd: int) -> int:
+def _duplicate(fd: int, region: Region) -> int:
+    if not isinstance(region.source, HandedOver):
+        raise BadRequest("GPU memory, but this daemon serves no GPU", "regions")
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
     except OSError as error:

@@ -164,7 +164,7 @@ async def _serve(
 
 async def _idle(node: Node) -> None:
     """Return when no copy is under way.  Polls: this runs once, and policy knows no events."""
-    while (now := node.host.statistics()).open_saves or now.open_loads:  # noqa: ASYNC110
+    while (now := node.host.statistics()).open_saves or now.open_loads:  # noqa: ASYNC110  # policy has no events
         await trio.sleep(DRAIN_POLL_SECONDS)
 
 

@@ -131,9 +131,7 @@ async def save(node: Node, session: SessionId, request: SaveRequest) -> Saved:
         if plan.blocks:
             copies = _save_copies(plan, rank, ids)
             failed = await _copy(node, "save", rank, copies, deadline)
-        # Past the deadline the engine may be writing new content into the blocks already, and a
-        # caller that has gone keeps nothing still: in both cases nothing becomes visible.
-        await trio.lowlevel.checkpoint_if_cancelled()
+        # Past the deadline the engine may be writing new content into the blocks already.
         if node.clock() >= deadline:
             node.meter.event("save_past_deadline")
             raise DeadlineExceeded("the save was not complete at its deadline")
@@ -175,6 +173,8 @@ async def _copy(
             node.background.start_soon(node.engine.detach, rank.memory)
         raise
     node.meter.copied(direction, node.clock() - began)
+    # The device has let go.  A caller that is gone keeps nothing still: nothing becomes visible.
+    await trio.lowlevel.checkpoint_if_cancelled()
     return failed
 
 

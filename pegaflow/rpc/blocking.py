@@ -156,7 +156,7 @@ class _Transport:
                 self._start += n
                 if self._start == self._end:
                     self._start = self._end = 0
-                protocol.buffer_updated(n)  # type: ignore[attr-defined]
+                protocol.buffer_updated(n)  # type: ignore[attr-defined]  # pycapnp is untyped
         finally:
             self._delivering = False
 
@@ -257,7 +257,7 @@ def _enter() -> _Loop:
         loop = _Loop()
         with loop.running():
             loop.manager = capnp.kj_loop()
-            _now(loop.manager.__aenter__())  # type: ignore[attr-defined]
+            _now(loop.manager.__aenter__())  # type: ignore[attr-defined]  # pycapnp is untyped
         # If the thread, or the interpreter, ends without close(), leaking is the safe end: whoever
         # tears down thread-locals and modules is not the owning thread.
         _incref(loop)
@@ -271,7 +271,7 @@ def _leave(loop: _Loop) -> None:
     if loop.users:
         return
     with loop.running():
-        leaving = loop.manager.__aexit__(None, None, None)  # type: ignore[attr-defined]
+        leaving = loop.manager.__aexit__(None, None, None)  # type: ignore[attr-defined]  # pycapnp is untyped
         with contextlib.suppress(StopIteration):
             while True:
                 leaving.send(None)
@@ -321,7 +321,7 @@ class Wire:
         """Keep the peer's main capability under ``name``."""
         connection = self._connection()
         with connection.loop.running():
-            capability = connection.client.bootstrap()  # type: ignore[attr-defined]
+            capability = connection.client.bootstrap()  # type: ignore[attr-defined]  # pycapnp is untyped
             connection.capabilities[name] = capability.cast_as(interface)
 
     def call(
@@ -400,11 +400,11 @@ def _close(number: int) -> None:
     loop, transport = connection.loop, connection.transport
     with loop.running():
         connection.capabilities.clear()
-        connection.client.close()  # type: ignore[attr-defined]
+        connection.client.close()  # type: ignore[attr-defined]  # pycapnp is untyped
         with contextlib.suppress(OSError, capnp.KjException):
             loop.turn()
             transport.flush(time.monotonic() + 0.05)
-        connection.stream.close()  # type: ignore[attr-defined]
+        connection.stream.close()  # type: ignore[attr-defined]  # pycapnp is untyped
         loop.turn()
         connection.client = connection.stream = None
         transport.protocol = None
@@ -453,7 +453,7 @@ def _pump(connection: _Connection, future: _Future, end: float) -> None:
             if not transport.receive(end):
                 transport.closing = True
                 if transport.reading:
-                    transport.protocol.eof_received()  # type: ignore[attr-defined]
+                    transport.protocol.eof_received()  # type: ignore[attr-defined]  # pycapnp is untyped
                 loop.turn()
                 break
             loop.turn()

@@ -156,7 +156,7 @@ class Future(_Pending):
                 return trio.lowlevel.Abort.SUCCEEDED
 
             self._task = trio.lowlevel.current_task()
-            yield from trio.lowlevel.wait_task_rescheduled(abort).__await__()  # noqa: ASYNC105
+            yield from trio.lowlevel.wait_task_rescheduled(abort).__await__()  # noqa: ASYNC105  # awaited by hand
         return self.result()
 
     __iter__ = __await__
@@ -434,7 +434,7 @@ async def _drive_asyncio_style(coroutine: Coroutine[Future | None, None, object]
                 await trio.lowlevel.checkpoint()
             else:
                 settled = trio.Event()
-                future.add_done_callback(lambda _, event=settled: event.set())  # type: ignore[misc]
+                future.add_done_callback(lambda _, event=settled: event.set())  # type: ignore[misc]  # a default argument binds it
                 await settled.wait()
             future = coroutine.send(None)
     except StopIteration:

@@ -119,7 +119,7 @@ class _Methods:
             # Bound outside the except block: a kept exception would keep its frames.
             refusal = exc.with_traceback(None)
             return Immediate(self._refuse, method, context.results, refusal, began)
-        connection.in_flight += 1  # at once: tasks start later, and in any order; end() takes it down
+        connection.in_flight += 1  # at once: tasks start later; end() takes it down
         return Call(
             connection.nursery,
             self._run,

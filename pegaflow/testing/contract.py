@@ -481,9 +481,7 @@ async def full_queue_refuses_at_once(world: World) -> None:
             async def save() -> None:
                 batch = [Copies(layout, ids, places)]
                 try:
-                    failed = await bench.engine.copy(
-                        "save", attached, batch, deadline=bench.later
-                    )
+                    failed = await bench.engine.copy("save", attached, batch, deadline=bench.later)
                 except Overloaded:
                     outcomes.append("refused")
                 else:
@@ -540,9 +538,7 @@ async def loads_and_saves_at_once(world: World) -> None:
             async def move(direction: Direction, first: int) -> None:
                 mine = slice(first, first + each)
                 batch = [Copies(layout, ids[mine], places[mine])]
-                failed = await bench.engine.copy(
-                    direction, attached, batch, deadline=bench.later
-                )
+                failed = await bench.engine.copy(direction, attached, batch, deadline=bench.later)
                 assert not failed.any()
 
             async with trio.open_nursery() as nursery:

@@ -11,9 +11,9 @@ from tests.connector.fakes import SIZE, Bench, Output, identity, request
 
 def test_breaker_opens_on_a_failure_and_closes_on_a_probe_begun_later() -> None:
     breaker = Breaker()
-    assert not breaker.closed
+    closed = [breaker.closed]
     breaker.probe_worked(began=1, now=2)
-    assert breaker.closed
+    assert [*closed, breaker.closed] == [False, True]
     breaker.call_failed(now=5)
     breaker.probe_worked(began=4, now=6)  # asked before the failure: says nothing about it
     assert not breaker.closed

@@ -9,6 +9,7 @@ import random
 import secrets
 from collections.abc import AsyncIterator, Sequence
 
+import attrs
 import numpy as np
 import pytest
 import trio
@@ -46,7 +47,7 @@ from pegaflow.testing.sim_engine import Faults, SimCopyEngine
 
 BLOCK = 1024
 BLOCKS = 16
-MANIFEST = Manifest({name: "x" for name in REQUIRED_MANIFEST_FIELDS})
+MANIFEST = Manifest(dict.fromkeys(REQUIRED_MANIFEST_FIELDS, "x"))
 SPACE = Namespace("space")
 LOCAL = Peer("unix", local=True)
 FAR = 1e6
@@ -163,10 +164,11 @@ async def world(pool_blocks: int = 64) -> AsyncIterator[World]:
         nursery.cancel_scope.cancel()
 
 
-pytestmark = pytest.mark.usefixtures("autojump_clock")
+# pytest-trio takes a clock only from a test's own arguments.
+Clock = trio.testing.MockClock
 
 
-async def test_what_was_saved_is_loaded() -> None:
+async def test_what_was_saved_is_loaded(autojump_clock: Clock) -> None:
     async with world() as w:
         writer = await w.rank()
         names = hashes(5)
@@ -183,7 +185,7 @@ async def test_what_was_saved_is_loaded() -> None:
         assert (await writer.save(names)).known == 5
 
 
-async def test_a_block_is_visible_when_all_ranks_have_saved_it() -> None:
+async def test_a_block_is_visible_when_all_ranks_have_saved_it(autojump_clock: Clock) -> None:
     async with world() as w:
         first = await w.rank(rank=0, ranks=2)
         with pytest.raises(NotReady, match="1 of 2 ranks"):
@@ -195,7 +197,9 @@ async def test_a_block_is_visible_when_all_ranks_have_saved_it() -> None:
         assert first.query(hashes(2)).hit_count == 1
 
 
-async def test_a_save_that_ends_behind_its_deadline_never_becomes_visible() -> None:
+async def test_a_save_that_ends_behind_its_deadline_never_becomes_visible(
+    autojump_clock: Clock,
+) -> None:
     """The engine may write new content into the blocks from the deadline on."""
     async with world() as w:
         rank = await w.rank()
@@ -209,7 +213,9 @@ async def test_a_save_that_ends_behind_its_deadline_never_becomes_visible() -> N
         assert (await rank.save(hashes(10))).stored == 10
 
 
-async def test_a_save_that_does_not_finish_in_time_never_becomes_visible() -> None:
+async def test_a_save_that_does_not_finish_in_time_never_becomes_visible(
+    autojump_clock: Clock,
+) -> None:
     async with world() as w:
         rank = await w.rank()
         with pytest.raises(DeadlineExceeded):
@@ -218,24 +224,29 @@ async def test_a_save_that_does_not_finish_in_time_never_becomes_visible() -> No
 
 
 @pytest.mark.parametrize("what", ["load", "save"])
-async def test_a_call_that_arrives_behind_its_deadline_begins_nothing(what: str) -> None:
+async def test_a_call_that_arrives_behind_its_deadline_begins_nothing(
+    what: str, autojump_clock: Clock
+) -> None:
     async with world() as w:
         rank = await w.rank()
         await rank.save(hashes(2))
         lease = rank.query(hashes(2)).lease
         before = w.engine.statistics()
         await trio.sleep(5)
-        with pytest.raises(DeadlineExceeded, match="when the call arrived"):
-            if what == "load":
+        if what == "load":
+            with pytest.raises(DeadlineExceeded, match="when the call arrived"):
                 await rank.load(lease, [0], [7], within=-1)
-            else:
+        else:
+            with pytest.raises(DeadlineExceeded, match="when the call arrived"):
                 await rank.save(hashes(2, "new"), within=-1)
         assert w.engine.statistics() == before
         # The rank's share of the lease is not used up.
         assert not len((await rank.load(lease, [0, 1], [7, 8])).failed)
 
 
-async def test_a_load_in_part_behind_its_deadline_names_the_blocks_that_failed() -> None:
+async def test_a_load_in_part_behind_its_deadline_names_the_blocks_that_failed(
+    autojump_clock: Clock,
+) -> None:
     async with world() as w:
         rank = await w.rank()
         await rank.save(hashes(16))
@@ -249,7 +260,9 @@ async def test_a_load_in_part_behind_its_deadline_names_the_blocks_that_failed()
 
 
 @pytest.mark.parametrize("what", ["load", "save"])
-async def test_a_cancelled_call_returns_only_when_the_device_let_go(what: str) -> None:  # T13
+async def test_a_cancelled_call_returns_only_when_the_device_let_go(
+    what: str, autojump_clock: Clock
+) -> None:  # T13
     async with world() as w:
         rank = await w.rank()
         await rank.save(hashes(8))
@@ -282,7 +295,9 @@ async def test_a_cancelled_call_returns_only_when_the_device_let_go(what: str) -
                 await rank.load(lease, [0], [0])
 
 
-async def test_a_lost_session_drops_leases_at_once_and_memory_when_no_copy_uses_it() -> None:
+async def test_a_lost_session_drops_leases_at_once_and_memory_when_no_copy_uses_it(
+    autojump_clock: Clock,
+) -> None:
     async with world() as w:
         rank, other = await w.rank(), await w.rank("other")
         await other.save(hashes(8))
@@ -304,7 +319,9 @@ async def test_a_lost_session_drops_leases_at_once_and_memory_when_no_copy_uses_
         assert len(w.node.instances) == 1
 
 
-async def test_half_saved_blocks_go_with_the_last_session_of_an_instance() -> None:  # T20
+async def test_half_saved_blocks_go_with_the_last_session_of_an_instance(
+    autojump_clock: Clock,
+) -> None:  # T20
     async with world() as w:
         first = await w.rank(rank=0, ranks=2)
         second = await w.rank(rank=1, ranks=2)
@@ -316,7 +333,7 @@ async def test_half_saved_blocks_go_with_the_last_session_of_an_instance() -> No
         assert (now.unsealed, now.used_bytes) == (0, 0)
 
 
-async def test_a_newer_registration_replaces_the_older_one() -> None:
+async def test_a_newer_registration_replaces_the_older_one(autojump_clock: Clock) -> None:
     async with world() as w:
         rank = await w.rank()
         (older,) = w.engine.attached
@@ -327,7 +344,9 @@ async def test_a_newer_registration_replaces_the_older_one() -> None:
         assert (await rank.save(hashes(1))).stored == 1
 
 
-async def test_memory_attached_for_a_session_that_has_ended_is_let_go() -> None:
+async def test_memory_attached_for_a_session_that_has_ended_is_let_go(
+    autojump_clock: Clock,
+) -> None:
     async with world() as w:
         rank = Rank(w, w.open(), 0, 1)
         async with trio.open_nursery() as nursery:
@@ -343,7 +362,7 @@ async def test_memory_attached_for_a_session_that_has_ended_is_let_go() -> None:
         assert not w.engine.attached
 
 
-async def test_memory_gone_drops_that_instance_only() -> None:
+async def test_memory_gone_drops_that_instance_only(autojump_clock: Clock) -> None:
     async with world() as w:
         sick, well = await w.rank("sick"), await w.rank("well")
         await well.save(hashes(2))
@@ -363,7 +382,7 @@ async def test_memory_gone_drops_that_instance_only() -> None:
         assert sick.query(hashes(2)).hit_count == 2
 
 
-async def test_unregister_lets_go_of_everything_even_when_cancelled() -> None:
+async def test_unregister_lets_go_of_everything_even_when_cancelled(autojump_clock: Clock) -> None:
     async with world() as w:
         session = w.open(ranks=3)
         for number in range(3):
@@ -377,7 +396,7 @@ async def test_unregister_lets_go_of_everything_even_when_cancelled() -> None:
             session.query(m.QueryRequest(0, hashes(1), b"", ""))
 
 
-async def test_blocks_that_failed_are_counted_and_can_be_saved_again() -> None:
+async def test_blocks_that_failed_are_counted_and_can_be_saved_again(autojump_clock: Clock) -> None:
     async with world() as w:
         rank = await w.rank()
         w.engine.faults.block_fails = 1.0
@@ -387,7 +406,9 @@ async def test_blocks_that_failed_are_counted_and_can_be_saved_again() -> None:
         assert (await rank.save(hashes(3))).stored == 3
 
 
-async def test_five_times_the_capacity_with_nine_tenths_pinned() -> None:  # T19
+async def test_five_times_the_capacity_with_nine_tenths_pinned(
+    autojump_clock: Clock,
+) -> None:  # T19
     """What can't get room is rejected and counted; what is leased stays; the rest turns over."""
     async with world(pool_blocks=20) as w:
         rank = await w.rank()
@@ -410,7 +431,9 @@ async def test_five_times_the_capacity_with_nine_tenths_pinned() -> None:  # T19
 
 
 @pytest.mark.parametrize("ids", [[BLOCKS], [0, 2**32 - 1]])
-async def test_block_ids_outside_the_memory_are_refused(ids: list[int]) -> None:
+async def test_block_ids_outside_the_memory_are_refused(
+    ids: list[int], autojump_clock: Clock
+) -> None:
     async with world() as w:
         rank = await w.rank()
         with pytest.raises(BadRequest, match="outside the 16 blocks"):
@@ -422,7 +445,7 @@ async def test_block_ids_outside_the_memory_are_refused(ids: list[int]) -> None:
         assert w.node.host.statistics().used_bytes == 2 * BLOCK
 
 
-async def test_descriptors_are_closed_whether_or_not_they_are_taken() -> None:
+async def test_descriptors_are_closed_whether_or_not_they_are_taken(autojump_clock: Clock) -> None:
     async with world() as w:
         rank = Rank(w, w.open(), 0, 1)
         for index, error in ((0, MemoryGone), (1, BadRequest)):
@@ -439,7 +462,7 @@ async def test_descriptors_are_closed_whether_or_not_they_are_taken() -> None:
 # ---- opening
 
 
-async def test_clocks_of_two_time_namespaces_are_noticed() -> None:
+async def test_clocks_of_two_time_namespaces_are_noticed(autojump_clock: Clock) -> None:
     async with world() as w:
         for off in (-6, 6):
             ns = int((trio.current_time() + 100 + off) * NS)
@@ -461,19 +484,23 @@ async def test_clocks_of_two_time_namespaces_are_noticed() -> None:
     ],
 )
 async def test_a_refused_open_leaves_nothing_behind(
-    changes: dict[str, object], error: type[PegaflowError]
+    changes: dict[str, object],
+    error: type[PegaflowError],
+    autojump_clock: Clock,
 ) -> None:
     async with world() as w:
         first = w.open()
         with pytest.raises(error):
-            w.service.open(w.open_request(**changes), LOCAL)
+            w.service.open(attrs.evolve(w.open_request(), **changes), LOCAL)
         assert w.node.host.statistics().namespaces.keys() == {SPACE}
         first.closed()
         assert not w.node.host.statistics().namespaces
         assert len(w.node.instances) == 0
 
 
-async def test_draining_refuses_what_is_new_and_finishes_what_is_leased() -> None:
+async def test_draining_refuses_what_is_new_and_finishes_what_is_leased(
+    autojump_clock: Clock,
+) -> None:
     async with world() as w:
         rank = await w.rank()
         await rank.save(hashes(2))
@@ -491,7 +518,7 @@ async def test_draining_refuses_what_is_new_and_finishes_what_is_leased() -> Non
         assert not len((await rank.load(lease, [0, 1], [0, 1])).failed)
 
 
-async def test_shutdown_is_for_this_host_only() -> None:
+async def test_shutdown_is_for_this_host_only(autojump_clock: Clock) -> None:
     async with world() as w:
         with pytest.raises(BadRequest, match="own host"):
             w.service.shutdown(5, Peer("10.0.0.1:1", local=False))

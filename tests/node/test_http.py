@@ -33,7 +33,7 @@ from pegaflow.rpc.connections import Peer
 from pegaflow.testing.sim_engine import Faults, SimCopyEngine
 
 FOREVER_NS = 1 << 62
-MANIFEST = Manifest({name: "x" for name in REQUIRED_MANIFEST_FIELDS})
+MANIFEST = Manifest(dict.fromkeys(REQUIRED_MANIFEST_FIELDS, "x"))
 HASHES = [BlockHash(bytes([number]) * 32) for number in range(4)]
 
 
@@ -229,17 +229,17 @@ async def test_looking_never_changes(path: str) -> None:
         assert (await client.get(path)).status_code == 405
 
 
-async def test_a_broken_invariant_ends_the_service() -> None:
+async def test_a_broken_invariant_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """The web framework alone would answer 500 and go on with broken state."""
     with pytest.RaisesGroup(
         pytest.RaisesExc(AssertionError, match="state is broken"), flatten_subgroups=True
     ):
-        async with serving() as (node, _, client):
+        async with serving() as (_, _, client):
 
-            def broken(namespace: object = None) -> None:
+            def broken(self: Host, namespace: object = None) -> None:
                 raise AssertionError("state is broken")
 
-            node.host.clear = broken  # type: ignore[method-assign, assignment]
+            monkeypatch.setattr(Host, "clear", broken)
             with contextlib.suppress(httpx.HTTPError):
                 await client.post("/cache/memory/cleanup")
             await trio.sleep(5)

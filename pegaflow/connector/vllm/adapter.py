@@ -54,7 +54,7 @@ def version() -> tuple[int, int]:
 # --- values that travel inside vLLM -------------------------------------------------------------
 
 
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
     """Scheduler to worker, each step."""
 
     def __init__(self, orders: StepOrders) -> None:
@@ -62,7 +62,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
         self.orders = orders
 
 
-class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is untyped here
     """Worker to scheduler, once at engine start: the manifest that this rank uses."""
 
     def __init__(self, manifest_fields: dict[str, str]) -> None:
@@ -70,7 +70,7 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         self.manifest_fields = manifest_fields
 
 
-class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is untyped here
     """Worker to scheduler on request, where the handshake did not come through."""
 
     def __init__(self, manifests: list[dict[str, str]]) -> None:

@@ -40,7 +40,7 @@ def _nothing() -> None:
     return None
 
 
-class PegaKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class PegaKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is untyped here
     """KV cache of this host's PegaFlow daemon.
 
     Not a ``SupportsHMA`` class: vLLM then keeps one KV cache group, which is right, if not thrifty,

@@ -105,7 +105,7 @@ METRICS = (
 )
 
 
-class PegaStats(KVConnectorStats):  # type: ignore[misc]
+class PegaStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
     """``data`` is a :data:`~pegaflow.connector.tally.Report`."""
 
     def report(self) -> Report:
@@ -152,7 +152,7 @@ def _joined(kind: str, mine: object, other: object) -> object:
     return mine
 
 
-class PegaPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+class PegaPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is untyped here
     """Registers the table and feeds it, in the API server's process."""
 
     def __init__(
