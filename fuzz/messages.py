@@ -194,9 +194,11 @@ def _hostile_call(dice: random.Random, call: object, number: int) -> None:
         for step in answer.init("transform", dice.choice([0, 1, 3, 100])):
             step.getPointerField = dice.choice([0, 1, 2, 65535])
     interface = dice.choice([schema.node.Node, schema.node.Session])
-    interfaces = [0xDEADBEEF, interface.schema.node.id]
-    call.interfaceId = dice.choice(interfaces)  # type: ignore[attr-defined]
-    call.methodId = dice.choice([0, 1, 2, 3, 4, 5, 6, 7, 9, 65535])  # type: ignore[attr-defined]
+    call.interfaceId = dice.choice(  # type: ignore[attr-defined]
+        [0xDEADBEEF, interface.schema.node.id]
+    )
+    method = dice.choice([0, 1, 2, 3, 4, 5, 6, 7, 9, 65535])
+    call.methodId = method  # type: ignore[attr-defined]
     if dice.random() < 0.4:
         for entry in call.init("params").init("capTable", dice.choice([0, 1, 3, 200])):
             what = dice.choice(["senderHosted", "senderPromise", "receiverHosted"])

@@ -43,13 +43,16 @@ _PRIORITY: Final[dict[Direction, int]] = {"save": 0, "load": -5}  # lower goes f
 
 
 class _Location(ctypes.Structure):
-    _fields_: ClassVar = (("type", ctypes.c_int), ("id", ctypes.c_int))
+    _fields_: ClassVar = (  # type: ignore[mutable-override]  # a tuple, so that nobody appends
+        ("type", ctypes.c_int),
+        ("id", ctypes.c_int),
+    )
 
 
 class _Attributes(ctypes.Structure):
     """CUmemcpyAttributes.  Locations are hints for managed memory only."""
 
-    _fields_: ClassVar = (
+    _fields_: ClassVar = (  # type: ignore[mutable-override]  # a tuple, so that nobody appends
         ("source_access_order", ctypes.c_int),
         ("source", _Location),
         ("destination", _Location),

@@ -7,7 +7,7 @@ import itertools
 import os
 import random
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import attrs
 import numpy as np
@@ -473,25 +473,30 @@ async def test_clocks_of_two_time_namespaces_are_noticed(autojump_clock: Clock) 
         w.service.open(w.open_request(monotonic_ns=close), LOCAL)
 
 
+Change = Callable[[m.OpenRequest], m.OpenRequest]
+
+
 @pytest.mark.parametrize(
-    ("changes", "error"),
+    ("change", "error"),
     [
-        ({"manifest": Manifest({**MANIFEST.fields, "dtype": "fp8"})}, ManifestMismatch),
-        ({"manifest": Manifest({})}, BadRequest),
-        ({"protocol_min": 99, "protocol_max": 99}, VersionMismatch),
-        ({"world_size": 3}, BadRequest),
-        ({"namespace": Namespace("elsewhere")}, BadRequest),
+        (
+            lambda r: attrs.evolve(r, manifest=Manifest({**MANIFEST.fields, "dtype": "fp8"})),
+            ManifestMismatch,
+        ),
+        (lambda r: attrs.evolve(r, manifest=Manifest({})), BadRequest),
+        (lambda r: attrs.evolve(r, protocol_min=99, protocol_max=99), VersionMismatch),
+        (lambda r: attrs.evolve(r, world_size=3), BadRequest),
+        (lambda r: attrs.evolve(r, namespace=Namespace("elsewhere")), BadRequest),
     ],
+    ids=["other-dtype", "no-manifest", "version", "world-size", "namespace"],
 )
 async def test_a_refused_open_leaves_nothing_behind(
-    changes: dict[str, object],
-    error: type[PegaflowError],
-    autojump_clock: Clock,
+    change: Change, error: type[PegaflowError], autojump_clock: Clock
 ) -> None:
     async with world() as w:
         first = w.open()
         with pytest.raises(error):
-            w.service.open(attrs.evolve(w.open_request(), **changes), LOCAL)
+            w.service.open(change(w.open_request()), LOCAL)
         assert w.node.host.statistics().namespaces.keys() == {SPACE}
         first.closed()
         assert not w.node.host.statistics().namespaces

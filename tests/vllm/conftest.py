@@ -95,7 +95,8 @@ def outcome(model: str) -> Callable[[str, str], Json]:
                 log = daemon.read_text(errors="replace")[-2000:] if daemon.exists() else ""
                 pytest.fail(f"{scenario} on {version}:\n{text[-6000:]}\n--- daemon\n{log}")
             result: Json = json.loads(done.stdout.decode().splitlines()[-1])
-            result["stderr"] = text
+            # vLLM logs to standard output, the rest goes to standard error.
+            result["log"] = text + done.stdout.decode(errors="replace")
             result["daemon_log"] = daemon.read_text(errors="replace")
             return result
 

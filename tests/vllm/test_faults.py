@@ -49,7 +49,7 @@ def test_each_situation_was_met_without_the_engines_own_cache(faults: Json) -> N
 def test_no_exception_in_the_engine(faults: Json) -> None:
     assert faults["totals"].get("hook_errors", 0) == 0
     assert "Traceback" not in "\n".join(
-        line for line in faults["stderr"].splitlines() if "pegaflow" in line.lower()
+        line for line in faults["log"].splitlines() if "pegaflow" in line.lower()
     )
 
 
@@ -78,7 +78,7 @@ def test_failed_loads_were_seen_and_survived(faults: Json) -> None:
 def test_a_failed_block_fails_no_request_although_vllm_defaults_to_it(faults: Json) -> None:
     """The engine was started with kv_load_failure_policy="fail"; the connector says so once."""
     assert faults["policy"] is True
-    assert faults["stderr"].count("kv_load_failure_policy is 'fail'") == 1
+    assert faults["log"].count("kv_load_failure_policy is 'fail'") == 1
 
 
 def test_the_small_pool_was_full(faults: Json) -> None:

@@ -28,9 +28,8 @@ def test_cold_saves_and_gives_the_right_tokens(basics: Json) -> None:
 
 
 def test_pieces_of_a_block(version: str, basics: Json) -> None:
-    """Up to 0.28 the wish for one range is granted; from 0.29 CPU kernels read one layout only."""
-    layers = 4
-    assert basics["runs_a_block"] == (1 if version.startswith(("0.26", "0.27", "0.28")) else layers)
+    """The wish for one range a block is dropped by the CPU's kernels: one range a layer is left."""
+    assert basics["runs_a_block"] == 4
 
 
 def test_warm_in_the_same_process(basics: Json) -> None:
