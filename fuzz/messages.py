@@ -228,7 +228,7 @@ def calls_to_spoil(dice: random.Random, instance: str) -> list[bytes]:
 
 
 def _with_question(call: bytes, number: bytes) -> bytes:
-    """The question id is the first data word of the Call struct: behind header, root and Message."""
+    """The question id is the first data word of the Call struct: behind header and Message."""
     at = 8 + 8 + 16
     return call[:at] + number + call[at + 4 :]
 

@@ -54,7 +54,7 @@ def test_a_layout_reaches_exactly_the_bytes_of_a_block(
         views = [view[..., : shape[-1]] for view in views]
     base = memory.__array_interface__["data"][0]
     layout = layout_of(views, region=0, base_address=base, block_axis=axis)
-    raw = memory.view(np.uint8)
+    raw, want = memory.view(np.uint8), b""
     for block in range(blocks):
         got = b"".join(
             raw[

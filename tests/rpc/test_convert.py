@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
 
 from pegaflow.errors import BadRequest
 from pegaflow.model import messages as m
@@ -58,12 +59,12 @@ def same(a: object, b: object) -> bool:
             and all(same(x, y) for x, y in zip(a, b, strict=True))
         )
     if attrs.has(type(a)):
-        names = [field.name for field in attrs.fields(type(a))]
+        names = list(attrs.fields_dict(type(a)))  # type: ignore[arg-type]  # it has attrs
         return type(a) is type(b) and all(same(getattr(a, n), getattr(b, n)) for n in names)
     return a == b
 
 
-def through(
+def through(  # type: ignore[explicit-any]  # functions of many types
     kind: str, write: Callable[..., None], read: Callable[..., object], value: object
 ) -> object:
     builder = getattr(schema.node, kind).new_message()
@@ -122,7 +123,7 @@ def test_query_reply(value: m.QueryReply) -> None:
 
 
 @given(U32, TOKENS, U16, NUMBERS, U64)
-def test_load(rank: int, token: bytes, group: int, ids: np.ndarray, deadline: int) -> None:  # type: ignore[type-arg]  # of uint32
+def test_load(rank: int, token: bytes, group: int, ids: NDArray[np.uint32], deadline: int) -> None:
     value = m.LoadRequest(rank, LeaseToken(token), group, ids, ids[::-1].copy(), deadline)
     got = through("LoadRequest", convert.write_load_request, convert.read_load_request, value)
     assert same(got, value)
@@ -140,7 +141,7 @@ def test_save(rank: int, parts: list[tuple[int, list[BlockHash], bytes]], deadli
 
 
 @given(st.builds(m.Saved, U32, U32, U32, U32), NUMBERS)
-def test_results(saved: m.Saved, failed: np.ndarray) -> None:  # type: ignore[type-arg]  # of uint32
+def test_results(saved: m.Saved, failed: NDArray[np.uint32]) -> None:
     assert same(through("Saved", convert.write_saved, convert.read_saved, saved), saved)
     loaded = m.Loaded(failed)
     assert same(through("Loaded", convert.write_loaded, convert.read_loaded, loaded), loaded)

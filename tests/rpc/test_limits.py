@@ -54,11 +54,11 @@ async def test_a_silent_session_is_closed_and_a_busy_or_pinging_one_is_not() -> 
     async with serving(node, Limits(idle_seconds=0.4)) as (address, loop), trio.open_nursery() as n:
 
         async def silent() -> None:
-            async with open_session(loop, address, **options, world_size=1, timeout_s=5):  # type: ignore[arg-type]  # by name
+            async with open_session(loop, address, **options, world_size=1, timeout_s=5):
                 await trio.sleep(0.9)
 
         async def busy() -> None:
-            async with open_session(loop, address, **options, world_size=1, timeout_s=5) as s:  # type: ignore[arg-type]  # by name
+            async with open_session(loop, address, **options, world_size=1, timeout_s=5) as s:
                 await s.save(m.SaveRequest(0, (), 0), 5)
                 for _ in range(6):
                     await trio.sleep(0.2)
