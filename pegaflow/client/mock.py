@@ -1,4 +1,4 @@
-"""An engine without a model: ranks with memory of their own, bytes that are a function of their key.
+"""An engine without a model: ranks with memory of their own, bytes made from their key.
 
 What a connector has to do, in its smallest form, for benchmarks, demos and tests: any wrong byte is
 recognised because :func:`pattern` says what each must be.

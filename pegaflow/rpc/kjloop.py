@@ -306,6 +306,8 @@ class KjLoop:
     def __init__(self) -> None:
         self._ready: collections.deque[Handle] = collections.deque()
         self._draining = False
+        self.will_drain = False
+        """Whoever set it drains next, so that waking the driver would only cost a turn of Trio's."""
         self._parked: trio.lowlevel.Task | None = None  # the driver
         self.dirty: list[Transport] = []  # transports with bytes to flush after this turn
         self.nursery: trio.Nursery | None = None
@@ -378,7 +380,9 @@ class KjLoop:
             self.nursery.start_soon(_raise, exc)
 
     def kick(self) -> None:
-        """Wake the driver task, if it sleeps."""
+        """Wake the driver task, if it sleeps and nobody else drains next."""
+        if self.will_drain:
+            return
         task, self._parked = self._parked, None
         if task is not None:
             trio.lowlevel.reschedule(task)

@@ -208,10 +208,14 @@ class Transport:
             if not got:
                 self._end_of_stream()
                 return
-            if direct:
-                self._protocol.buffer_updated(got)
-            else:
-                self._deliver(self._loop.scratch[:got])
+            self._loop.will_drain = True
+            try:
+                if direct:
+                    self._protocol.buffer_updated(got)
+                else:
+                    self._deliver(self._loop.scratch[:got])
+            finally:
+                self._loop.will_drain = False
             self._loop.drain()
             if direct and got == len(room) and turns < 16:
                 turns += 1  # more of one big message
