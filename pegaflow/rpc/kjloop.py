@@ -307,7 +307,7 @@ class KjLoop:
         self._ready: collections.deque[Handle] = collections.deque()
         self._draining = False
         self.will_drain = False
-        """Whoever set it drains next, so that waking the driver would only cost a turn of Trio's."""
+        """Whoever set it drains next: waking the driver would only cost a turn of Trio."""
         self._parked: trio.lowlevel.Task | None = None  # the driver
         self.dirty: list[Transport] = []  # transports with bytes to flush after this turn
         self.nursery: trio.Nursery | None = None
