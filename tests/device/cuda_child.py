@@ -1,0 +1,61 @@
+"""An engine process on a GPU: allocates KV memory, exports it, reads and writes it on command.
+
+Commands are JSON lines on standard input, answers JSON lines on standard output; content is hex-free:
+it follows its line as raw bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import cupy
+import numpy as np
+
+
+def say(**fields: object) -> None:
+    sys.stdout.buffer.write(json.dumps(fields).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    runtime = cupy.cuda.runtime
+    uuid = bytes(runtime.getDeviceProperties(0)["uuid"])[:16].hex()
+    arrays: list[cupy.ndarray] = []
+    keep = []
+    for line in sys.stdin.buffer:
+        command = json.loads(line)
+        if command["do"] == "allocate":
+            # cudaMalloc itself: a pooled allocation would export its neighbours too.
+            pointer = runtime.malloc(command["size"])
+            memory = cupy.cuda.UnownedMemory(pointer, command["size"], None)
+            keep.append(memory)
+            arrays.append(
+                cupy.ndarray((command["size"],), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
+            )
+            arrays[-1][...] = 0
+            runtime.deviceSynchronize()
+            say(handle=runtime.ipcGetMemHandle(pointer).hex(), uuid=uuid, number=len(arrays) - 1)
+        elif command["do"] == "read":
+            content = arrays[command["number"]][command["begin"] :].get()
+            say(size=len(content))
+            sys.stdout.buffer.write(content.tobytes())
+            sys.stdout.buffer.flush()
+        elif command["do"] == "write":
+            content = np.frombuffer(sys.stdin.buffer.read(command["size"]), np.uint8)
+            arrays[command["number"]][command["begin"] :].set(content)
+            runtime.deviceSynchronize()
+            say()
+        elif command["do"] == "fill":
+            generator = cupy.random.default_rng(command["seed"])
+            array = arrays[command["number"]]
+            array[...] = generator.integers(0, 256, array.size, dtype=cupy.uint8)
+            runtime.deviceSynchronize()
+            say()
+        elif command["do"] == "free":
+            runtime.free(arrays[command["number"]].data.ptr)
+            say()
+
+
+if __name__ == "__main__":
+    main()
