@@ -1,7 +1,7 @@
 """An engine process on a GPU: allocates KV memory, exports it, reads and writes it on command.
 
-Commands are JSON lines on standard input, answers JSON lines on standard output; content is hex-free:
-it follows its line as raw bytes.
+Commands are JSON lines on standard input, answers JSON lines on standard output; content follows
+its line as raw bytes.
 """
 
 from __future__ import annotations

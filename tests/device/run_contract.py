@@ -2,14 +2,15 @@
 
     PYTHONPATH=. python3 tests/device/run_contract.py --commit COMMIT --out FILE
 
-Needs CuPy, NumPy, trio, attrs and pytest; ends within three minutes; the result is one JSON line, kept in
-tests/device/results/.  CI has no GPU: this is run by hand on a machine that has one.
+Needs CuPy, NumPy, trio, attrs and pytest; ends within three minutes; the result is one JSON line,
+kept in tests/device/results/.  CI has no GPU: this is run by hand on a machine that has one.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import mmap
 import signal
@@ -37,6 +38,11 @@ Bytes = NDArray[np.uint8]
 
 LAYERS, SEGMENT_BYTES, POOL_BLOCKS, MOVED_BLOCKS = 32, 32 << 10, 2000, 625
 SLOT_BYTES = LAYERS * 2 * SEGMENT_BYTES
+
+
+def progress(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
 
 
 class Engine:
@@ -74,8 +80,8 @@ class Engine:
         self.ask(content.tobytes(), do="write", number=number, begin=begin, size=content.size)
 
     def kill(self) -> None:
+        """Does not wait: the driver may keep the process until nobody maps its memory."""
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
 
 
 @attrs.define(eq=False)
@@ -137,7 +143,7 @@ async def run_cases(devices: CudaDevices) -> dict[str, str]:
             out[case.__name__] = "ok"
         except BaseException as exc:
             out[case.__name__] = repr(exc)[:500]
-        print(case.__name__, out[case.__name__], file=sys.stderr, flush=True)
+        progress(f"{case.__name__} {out[case.__name__]}")
     engine.kill()
     return out
 
@@ -211,7 +217,7 @@ async def rates(devices: CudaDevices) -> dict[str, float]:
 async def killed_beside_living(devices: CudaDevices) -> dict[str, object]:
     """One of two engines is killed in the middle of its copies; the other's bytes stay right."""
     doomed, living = Engine(), Engine()
-    doomed_number, doomed_region = doomed.allocate(POOL_BLOCKS * SLOT_BYTES)
+    _, doomed_region = doomed.allocate(POOL_BLOCKS * SLOT_BYTES)
     number, region = living.allocate(64 << 20)
     living.ask(do="fill", number=number, seed=2)
     blocks = (64 << 20) // SLOT_BYTES
@@ -232,20 +238,17 @@ async def killed_beside_living(devices: CudaDevices) -> dict[str, object]:
             async def copy_for_the_doomed() -> None:
                 nonlocal saves
                 try:
-                    while True:
-                        await opened.copy(
-                            "save", theirs, [Copies(kv_layout("k and v apart"), ids, ids * SLOT_BYTES)],
-                            deadline=time.monotonic() + 10,
-                        )  # fmt: skip
+                    copies = [Copies(kv_layout("k and v apart"), ids, ids * SLOT_BYTES)]
+                    while saves < 50:
+                        await opened.copy("save", theirs, copies, deadline=time.monotonic() + 10)
                         saves += 1
-                        if saves == 200:
-                            return
                 except DeviceTrouble as exc:
                     troubles.append(type(exc).__name__)
 
             nursery.start_soon(copy_for_the_doomed)
             await trio.sleep(0.3)
             doomed.kill()
+            progress("killed")
             mine = np.arange(blocks, dtype=np.int64)
             offsets = MOVED_BLOCKS * SLOT_BYTES + mine * SLOT_BYTES
             want = living.read(number, 0)
@@ -255,12 +258,14 @@ async def killed_beside_living(devices: CudaDevices) -> dict[str, object]:
                 )
                 outcome += not failed.any()
             got = np.frombuffer(pool.view, np.uint8)[MOVED_BLOCKS * SLOT_BYTES :][: 64 << 20]
+            progress("compared")
             right = bool(np.array_equal(got, want))
+            del got
             nursery.cancel_scope.cancel()
+            progress("letting go")
             with contextlib.suppress(DeviceTrouble), trio.CancelScope(shield=True):
                 await opened.detach(theirs)
                 await opened.detach(ours)
-            del got
     living.kill()
     return {
         "saves_of_the_killed": saves,
@@ -290,14 +295,15 @@ def main() -> None:
     cases = trio.run(run_cases, devices)
     result["cases_passed"] = sum(said == "ok" for said in cases.values())
     result["cases_failed"] = {name: said for name, said in cases.items() if said != "ok"}
-    for name, work in (("killed_engine", killed_beside_living), ("rates", rates)):
+    for name, work in (("rates", rates), ("killed_engine", killed_beside_living)):
+        faulthandler.dump_traceback_later(50, exit=True)
         try:
             result[name] = trio.run(work, devices)
         except BaseException as exc:
             result[name] = {"error": repr(exc)[:800]}
-    line = json.dumps(result)
-    options.out.write_text(line + "\n")
-    print(line)
+        faulthandler.cancel_dump_traceback_later()
+        progress(f"{name} {result[name]}")
+        options.out.write_text(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":
