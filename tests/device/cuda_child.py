@@ -37,7 +37,8 @@ def main() -> None:
             runtime.deviceSynchronize()
             say(handle=runtime.ipcGetMemHandle(pointer).hex(), uuid=uuid, number=len(arrays) - 1)
         elif command["do"] == "read":
-            content = arrays[command["number"]][command["begin"] :].get()
+            end = command["begin"] + command["count"] if "count" in command else None
+            content = arrays[command["number"]][command["begin"] : end].get()
             say(size=len(content))
             sys.stdout.buffer.write(content.tobytes())
             sys.stdout.buffer.flush()
@@ -47,9 +48,13 @@ def main() -> None:
             runtime.deviceSynchronize()
             say()
         elif command["do"] == "fill":
-            generator = cupy.random.default_rng(command["seed"])
-            array = arrays[command["number"]]
-            array[...] = generator.integers(0, 256, array.size, dtype=cupy.uint8)
+            words = arrays[command["number"]].view(cupy.uint64)
+            numbers = cupy.arange(words.size, dtype=cupy.uint64) + command["seed"]
+            words[...] = numbers * cupy.uint64(0x9E3779B97F4A7C15)
+            runtime.deviceSynchronize()
+            say()
+        elif command["do"] == "wipe":
+            arrays[command["number"]][...] = 0
             runtime.deviceSynchronize()
             say()
         elif command["do"] == "free":

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import faulthandler
 import json
+import math
 import mmap
 import signal
 import subprocess
@@ -70,8 +71,8 @@ class Engine:
         assert isinstance(number, int)
         return number, Region(size_bytes, CudaIpc(handle, str(answer["uuid"]), offset_bytes))
 
-    def read(self, number: int, begin: int) -> Bytes:
-        size = self.ask(do="read", number=number, begin=begin)["size"]
+    def read(self, number: int, begin: int, **count: int) -> Bytes:
+        size = self.ask(do="read", number=number, begin=begin, **count)["size"]
         assert isinstance(size, int)
         assert self.process.stdout is not None
         return np.frombuffer(self.process.stdout.read(size), np.uint8).copy()
@@ -190,12 +191,16 @@ async def rates(devices: CudaDevices) -> dict[str, float]:
                         assert not failed.any()
                     key = f"{direction}_{kind.replace(' ', '_')}_gbps"
                     out[key] = round(total / best / 1e9, 2)
-            before = engine.read(number, 0)
-            await opened.copy(
-                "load", memory, [Copies(kv_layout("k and v apart"), ids, offsets)],
-                deadline=time.monotonic() + 30,
-            )  # fmt: skip
-            out["bytes_identical"] = float(np.array_equal(before, engine.read(number, 0)))
+            # Two of the 64 planes, read before and after the memory was wiped and loaded again.
+            planes = (2, POOL_BLOCKS, SEGMENT_BYTES)
+            before = engine.read(number, 0, count=math.prod(planes)).reshape(planes)
+            engine.ask(do="wipe", number=number)
+            again = [Copies(kv_layout("k and v apart"), ids, offsets)]
+            await opened.copy("load", memory, again, deadline=time.monotonic() + 30)
+            after = engine.read(number, 0, count=math.prod(planes)).reshape(planes)
+            untouched = np.setdiff1d(np.arange(POOL_BLOCKS), ids)
+            same = np.array_equal(before[:, ids], after[:, ids]) and not after[:, untouched].any()
+            out["bytes_right"] = float(same)
             await opened.detach(memory)
         device = cupy.empty(2 << 30, cupy.uint8)
         stream = cupy.cuda.Stream(non_blocking=True)
