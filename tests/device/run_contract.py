@@ -56,7 +56,7 @@ class Engine:
             stdout=subprocess.PIPE,
         )
 
-    def ask(self, content: bytes = b"", **command: object) -> dict[str, object]:
+    def ask(self, content: bytes = b"", /, **command: object) -> dict[str, object]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n" + content)
