@@ -170,8 +170,13 @@ async def rates(devices: CudaDevices) -> dict[str, float]:
     offsets = np.arange(MOVED_BLOCKS, dtype=np.int64) * SLOT_BYTES
     total = MOVED_BLOCKS * SLOT_BYTES
     began = time.monotonic()
+    # One slab: a single copy may not cross from one registration to the next.
     async with Pool.open(
-        2 << 30, register=devices.register_slab, unregister=devices.unregister_slab
+        2 << 30,
+        first_slab_bytes=2 << 30,
+        slab_bytes=2 << 30,
+        register=devices.register_slab,
+        unregister=devices.unregister_slab,
     ) as pool:
         async for _ in pool.grow():
             pass
