@@ -813,9 +813,7 @@ def run_seed(seed: int) -> tuple[int, Tally, str]:
     trio._core._run._r.seed(seed)
     try:
         trio.run(run_world, seed, tally, clock=trio.testing.MockClock(autojump_threshold=0))
-    except BaseException as failure:
-        if isinstance(failure, KeyboardInterrupt):
-            raise
+    except (Exception, BaseExceptionGroup) as failure:
         return seed, tally, "".join(traceback.format_exception(failure))
     return seed, tally, ""
 
