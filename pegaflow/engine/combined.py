@@ -19,6 +19,7 @@ from pegaflow.engine.base import (
 from pegaflow.engine.cuda import CudaDevices
 from pegaflow.engine.host import open_host_engine
 from pegaflow.engine.lanes import add_up
+from pegaflow.engine.pinned import Pool
 from pegaflow.errors import BadRequest, MemoryGone
 from pegaflow.model.layout import CudaIpc, Region
 
@@ -74,7 +75,7 @@ class Engines:
 
 @asynccontextmanager
 async def open_engines(
-    pool: memoryview, *, cuda: CudaDevices | None, queue_capacity: int = 64
+    pool: Pool, *, cuda: CudaDevices | None, queue_capacity: int = 64
 ) -> AsyncIterator[Engines]:
     """The engines of a daemon.
 
@@ -82,11 +83,10 @@ async def open_engines(
     gets them.
     """
     async with AsyncExitStack() as stack:
-        engines = Engines(
-            await stack.enter_async_context(open_host_engine(pool, queue_capacity=queue_capacity))
-        )
+        host = open_host_engine(pool.view, queue_capacity=queue_capacity)
+        engines = Engines(await stack.enter_async_context(host))
         if cuda is not None:
             engines.cuda = await stack.enter_async_context(
-                cuda.open(pool, queue_capacity=queue_capacity)
+                cuda.open(pool.view, seams=pool.seams, queue_capacity=queue_capacity)
             )
         yield engines

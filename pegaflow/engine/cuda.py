@@ -155,6 +155,7 @@ class Device:
     driver: Driver
     pool_address: int
     pool_bytes: int
+    seams: NDArray[np.int64]
     part_bytes: int
     queue_capacity: int
     lanes: Lanes = attrs.field(init=False)
@@ -231,7 +232,7 @@ class Device:
         self, direction: Direction, memory: CudaMemory, segments: Segments, deadline: float
     ) -> int:
         """Parts that were copied.  Waits for the stream in any case, also before raising."""
-        ranges = merge(segments)
+        ranges = merge(segments, self.seams)
         device = (ranges.memory + memory.pointers[ranges.region]).astype(np.uint64)
         host = (ranges.pool + self.pool_address).astype(np.uint64)
         length = ranges.length.astype(np.uint64)
@@ -398,12 +399,18 @@ class CudaDevices:
 
     @asynccontextmanager
     async def open(
-        self, pool: memoryview, *, queue_capacity: int = 64, part_bytes: int = PART_BYTES
+        self,
+        pool: memoryview,
+        *,
+        seams: Sequence[int] = (),
+        queue_capacity: int = 64,
+        part_bytes: int = PART_BYTES,
     ) -> AsyncIterator[CudaCopyEngine]:
         """An engine over these devices, with two threads a device.
 
         ``pool`` should be registered by the time its offsets are used; otherwise copies are
-        right but slow.
+        right but slow.  ``seams`` are the offsets at which another registration begins: one copy
+        of the driver may not cross them.
         """
         address = np.frombuffer(pool, np.uint8).ctypes.data
         devices = {
@@ -414,6 +421,7 @@ class CudaDevices:
                 driver=self.driver,
                 pool_address=address,
                 pool_bytes=pool.nbytes,
+                seams=np.array(seams, np.int64),
                 part_bytes=part_bytes,
                 queue_capacity=queue_capacity,
             )
@@ -431,21 +439,14 @@ class CudaDevices:
             nursery.cancel_scope.cancel()
 
 
-def find_devices(indices: Sequence[int] | None) -> CudaDevices | None:
+def find_devices(indices: Sequence[int] | None) -> CudaDevices:
     """The CUDA devices with these numbers; None stands for all that there are.
 
-    Returns None when there are none to serve: for ``()``, and for None on a host without CUDA.
-    Raises :exc:`ConfigError` when a device that is named is not there.
+    Raises :exc:`ConfigError` when one of them, or for None any, is not there or can't be used.
     """
-    if indices is not None and not indices:
-        return None
-    try:
-        cupy, driver = _import_cupy(), CudaDriver.load()
-        uuids = dict(enumerate(_uuids(cupy)))
-    except ConfigError:
-        if indices is None:
-            return None
-        raise
+    driver = CudaDriver.load()  # before CuPy: hosts without a GPU find out in a millisecond
+    cupy = _import_cupy()
+    uuids = dict(enumerate(_uuids(cupy)))
     if indices is not None:
         missing = sorted(set(indices) - set(uuids))
         if missing:

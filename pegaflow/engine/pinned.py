@@ -52,6 +52,8 @@ class Pool:
     address: int
     threads: int
     hugepages: bool
+    seams: tuple[int, ...]
+    """Where slabs begin, rising: each is registered with devices on its own."""
     populated_bytes: int = attrs.field(init=False, default=0)
     _register: Registrar | None
     _unregister: Registrar | None
@@ -89,6 +91,7 @@ class Pool:
             address + skip,
             threads or max(1, len(os.sched_getaffinity(0)) - 1),
             hugepages,
+            tuple(offset for offset, _ in slabs),
             register,
             unregister,
             *trio.open_memory_channel[tuple[int, int]](len(slabs)),

@@ -15,6 +15,7 @@ from pegaflow.model.layout import GroupLayout, Region
 Ints = NDArray[np.int64]
 
 _LAYOUTS_KEPT = 64
+_NO_SEAMS: Ints = np.empty(0, np.int64)
 
 
 @attrs.frozen(eq=False)
@@ -113,8 +114,11 @@ def lay_out(
     return Segments(region, memory, pool, length, block, part)
 
 
-def merge(segments: Segments) -> Merged:
-    """Join neighbours of one part that go on in memory and in the pool."""
+def merge(segments: Segments, seams: Ints = _NO_SEAMS) -> Merged:
+    """Join neighbours of one part that go on in memory and in the pool.
+
+    ``seams`` are rising offsets in the pool that no range may cross; no segment does.
+    """
     s = segments
     goes_on = (
         (s.region[1:] == s.region[:-1])
@@ -122,6 +126,9 @@ def merge(segments: Segments) -> Merged:
         & (s.memory[1:] == s.memory[:-1] + s.length[:-1])
         & (s.pool[1:] == s.pool[:-1] + s.length[:-1])
     )
+    if seams.size:
+        slab = np.searchsorted(seams, s.pool, "right")
+        goes_on &= slab[1:] == slab[:-1]
     starts = np.concatenate(([0], np.flatnonzero(~goes_on) + 1))
     first = np.append(starts, s.length.size)
     length = np.add.reduceat(s.length, starts)

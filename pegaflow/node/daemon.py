@@ -29,7 +29,8 @@ import trio
 from pegaflow import __version__
 from pegaflow.config import NodeConfig
 from pegaflow.engine.base import CopyEngine
-from pegaflow.engine.host import open_host_engine
+from pegaflow.engine.combined import open_engines
+from pegaflow.engine.cuda import CudaDevices, find_devices
 from pegaflow.engine.pinned import Pool, check_memory
 from pegaflow.errors import ConfigError
 from pegaflow.model.address import Address
@@ -181,15 +182,34 @@ def _limits(config: NodeConfig) -> Limits:
 @contextlib.asynccontextmanager
 async def _devices(config: NodeConfig) -> AsyncIterator[tuple[Pool, CopyEngine]]:
     """The pool and whoever copies to and from it."""
-    if config.devices:
-        raise ConfigError("--devices names CUDA devices, but this build serves host memory only")
+    cuda = _cuda(config)
     async with (
         Pool.open(
-            config.pool_bytes, hugepages=config.use_hugepages, slab_bytes=config.slab_bytes
+            config.pool_bytes,
+            hugepages=config.use_hugepages,
+            slab_bytes=config.slab_bytes,
+            register=cuda.register_slab if cuda else None,
+            unregister=cuda.unregister_slab if cuda else None,
         ) as pool,
-        open_host_engine(pool.view) as engine,
+        open_engines(pool, cuda=cuda) as engine,
     ):
         yield pool, engine
+
+
+def _cuda(config: NodeConfig) -> CudaDevices | None:
+    """The GPUs to serve.  Without --devices a host that has none serves CPU engines."""
+    if config.devices == ():
+        return None
+    try:
+        found = find_devices(config.devices)
+    except ConfigError as exc:
+        if config.devices is not None:
+            raise ConfigError(f"--devices: {exc}") from None
+        if Path("/dev/nvidiactl").exists():
+            log.warning("cuda.unavailable", detail=f"GPU engines will be refused: {exc}")
+        return None
+    log.info("cuda.devices", batched_copies=found.driver.batched, uuids=list(found.uuids.values()))
+    return found
 
 
 def _host(config: NodeConfig) -> Host:

@@ -69,7 +69,7 @@ def start_daemon(
     command = [sys.executable, "-c", "from pegaflow.node.cli import main; main()"]
     command += ["--addr", address]
     command += ["--http-addr", http_address, "--pool-size", pool_size, *flags]
-    log = folder / f"pegaflow-server-{address.rpartition(':')[2]}.log"
+    log = folder / f"pegaflow-server-{Path(address).name.rpartition(':')[2]}.log"
     with log.open("ab") as out:
         process = subprocess.Popen(
             command,
