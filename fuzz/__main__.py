@@ -36,7 +36,7 @@ SMOKE = {"frames": 6000, "sequences": 4000, "hostile-server": 150}
 GROWTH_MB_MAX = 48.0
 """A daemon whose memory grew by more over one target, after its warm-up, fails the run."""
 WARM_UP_SHARE = 5
-"""The first fifth fills the allocator's arenas with the largest messages; a leak goes on growing."""
+"""The first fifth fills the allocator's arenas with the largest messages; a leak grows on."""
 
 
 def canary(target: Target, dice: random.Random, count: int) -> Counter[str]:
