@@ -36,9 +36,9 @@ HASHES = chained_hashes(range(16 * 16), 16)
 IDS = list(range(len(HASHES)))
 
 
-def saved(daemon: Daemon, **options: int) -> MockRank:
+def saved(daemon: Daemon, *, blocks: int = 64, layer_bytes: int = 4096) -> MockRank:
     """A rank that has saved all of HASHES; the caller closes it."""
-    rank = MockRank.connect(daemon.address, **options)
+    rank = MockRank.connect(daemon.address, blocks=blocks, layer_bytes=layer_bytes)
     rank.compute(HASHES, IDS)
     assert rank.save(HASHES, IDS).stored == len(HASHES)
     return rank
