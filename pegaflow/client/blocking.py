@@ -100,7 +100,7 @@ class BlockingSession(BlockingNode):
 
     def query(self, request: m.QueryRequest, timeout_s: float) -> m.QueryReply:
         """How many leading blocks are cached, with a lease on them."""
-        return self._wire.call("session", *calls.query(request), _end(timeout_s))
+        return self._wire.call("session", *calls.query(request), _end(timeout_s), impatient=True)
 
     def load(self, request: m.LoadRequest, timeout_s: float) -> m.Loaded:
         """Copy leased blocks into the rank's memory; returns when the daemon let go of it."""
@@ -112,11 +112,11 @@ class BlockingSession(BlockingNode):
 
     def release(self, leases: Sequence[LeaseToken], timeout_s: float) -> None:
         """Give leases back early; unknown ones are ignored."""
-        self._wire.call("session", *calls.release(leases), _end(timeout_s))
+        self._wire.call("session", *calls.release(leases), _end(timeout_s), impatient=True)
 
     def renew(self, lease: LeaseToken, timeout_s: float) -> int:
         """Start a lease's time anew; returns its milliseconds."""
-        return self._wire.call("session", *calls.renew(lease), _end(timeout_s))
+        return self._wire.call("session", *calls.renew(lease), _end(timeout_s), impatient=True)
 
     def unregister(self, timeout_s: float) -> None:
         """Drop all that this session registered or leased."""
