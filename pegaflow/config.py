@@ -179,6 +179,14 @@ USE_HUGEPAGES = Option(
     _switch,
     "Back the pool with 2 MiB huge pages. They must be reserved before (vm.nr_hugepages).",
 )
+SAVE_BANDWIDTH = Option(
+    "save-bandwidth",
+    "SIZE",
+    "",
+    _optional(_size(MIB)),
+    "At most so many bytes a second from engines to the pool, all saves together. Without it saves "
+    "run as fast as they can; loads always do.",
+)
 MEMORY_RESERVE = Option(
     "memory-reserve",
     "SIZE",
@@ -289,6 +297,7 @@ OPTIONS: tuple[Option[object], ...] = (
     POOL_SIZE,
     HINT_VALUE_SIZE,
     USE_HUGEPAGES,
+    SAVE_BANDWIDTH,
     MEMORY_RESERVE,
     HTTP_ADDR,
     HIGH_WATERMARK,
@@ -318,6 +327,8 @@ class NodeConfig:
     pool_bytes: int
     hint_value_bytes: int | None
     use_hugepages: bool
+    save_bandwidth: int | None
+    """Bytes a second; None: no cap."""
     memory_reserve_bytes: int
     high_watermark: float
     low_watermark: float
@@ -463,6 +474,7 @@ def _build(found: Mapping[str, Setting[object]]) -> NodeConfig:
         pool_bytes=_value(found, POOL_SIZE),
         hint_value_bytes=_value(found, HINT_VALUE_SIZE),
         use_hugepages=_value(found, USE_HUGEPAGES),
+        save_bandwidth=_value(found, SAVE_BANDWIDTH),
         memory_reserve_bytes=_value(found, MEMORY_RESERVE),
         high_watermark=_value(found, HIGH_WATERMARK),
         low_watermark=_value(found, LOW_WATERMARK),

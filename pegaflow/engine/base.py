@@ -55,6 +55,10 @@ class EngineStatistics:
     queued: dict[Direction, int]
     busy_seconds: dict[Direction, float]
     wait_seconds: dict[Direction, float]
+    method_bytes: dict[tuple[Direction, str], int]
+    """How the bytes went: by direction and method."""
+    staged_below_bytes: dict[Direction, int] = attrs.field(factory=dict)
+    """Blocks whose ranges are shorter on average are gathered on the GPU first; see cuda_copy."""
 
 
 class CopyEngine(Protocol):

@@ -18,7 +18,7 @@ from pegaflow.engine.base import (
 )
 from pegaflow.engine.cuda import CudaDevices
 from pegaflow.engine.host import open_host_engine
-from pegaflow.engine.lanes import add_up
+from pegaflow.engine.lanes import Pace, add_up
 from pegaflow.engine.pinned import Pool
 from pegaflow.errors import BadRequest, MemoryGone
 from pegaflow.model.layout import CudaIpc, Region
@@ -75,18 +75,25 @@ class Engines:
 
 @asynccontextmanager
 async def open_engines(
-    pool: Pool, *, cuda: CudaDevices | None, queue_capacity: int = 64
+    pool: Pool,
+    *,
+    cuda: CudaDevices | None,
+    queue_capacity: int = 64,
+    save_bandwidth: float | None = None,
 ) -> AsyncIterator[Engines]:
     """The engines of a daemon.
 
     With ``cuda`` the pool's slabs must be registered (``cuda.register_slab``) before the policy
-    gets them.
+    gets them.  ``save_bandwidth`` caps all saves together, in bytes a second.
     """
+    pace = Pace(save_bandwidth)
     async with AsyncExitStack() as stack:
-        host = open_host_engine(pool.view, queue_capacity=queue_capacity)
+        host = open_host_engine(pool.view, queue_capacity=queue_capacity, save_pace=pace)
         engines = Engines(await stack.enter_async_context(host))
         if cuda is not None:
             engines.cuda = await stack.enter_async_context(
-                cuda.open(pool.view, seams=pool.seams, queue_capacity=queue_capacity)
+                cuda.open(
+                    pool.view, seams=pool.seams, queue_capacity=queue_capacity, save_pace=pace
+                )
             )
         yield engines

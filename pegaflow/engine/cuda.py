@@ -1,17 +1,18 @@
 """Copies between a GPU engine's memory, opened by CUDA IPC, and the pinned pool.
 
-Importing this module needs no CUDA; :func:`find_devices` looks for it.
+Importing this module needs no CUDA; :func:`find_devices` looks for it.  How bytes go is
+:mod:`pegaflow.engine.cuda_copy`'s affair.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from types import ModuleType
-from typing import ClassVar, Final, Protocol
+from typing import Final
 
 import attrs
 import numpy as np
@@ -19,118 +20,17 @@ import trio
 from numpy.typing import NDArray
 
 from pegaflow.engine.base import AttachedMemory, Copies, Direction, EngineStatistics
-from pegaflow.engine.lanes import Held, Lanes, add_up
-from pegaflow.engine.segments import Segments, count_blocks, lay_out, merge
-from pegaflow.errors import BadRequest, ConfigError, DeviceLost, MemoryGone
+from pegaflow.engine.cuda_copy import PART_BYTES, Choice, Copier
+from pegaflow.engine.cuda_driver import CudaDriver, Driver, translated
+from pegaflow.engine.cuda_measure import measure
+from pegaflow.engine.lanes import DIRECTIONS, Held, Lanes, Pace, add_up
+from pegaflow.engine.segments import count_blocks
+from pegaflow.errors import BadRequest, ConfigError, DeviceTrouble, MemoryGone
 from pegaflow.model.layout import CudaIpc, Region
 
-Addresses = NDArray[np.uint64]
-
-PART_BYTES: Final = 32 << 20
-_PARTS_IN_FLIGHT: Final = 2
 _HANDLE_BYTES: Final = 64
-
-# Errors after which the context still works, so that only the memory that was named is suspect:
-# invalid value, out of memory, mapping failed, invalid handle, not found.
-_ABOUT_MEMORY: Final = frozenset({1, 2, 205, 400, 500})
-_CONTEXT_BROKEN: Final = 700  # illegal address, and everything behind it
-
 _HOST_REGISTER_PORTABLE: Final = 1
 _IPC_LAZY_PEER_ACCESS: Final = 1
-_IN_STREAM_ORDER: Final = 1
-_KIND: Final[dict[Direction, int]] = {"save": 2, "load": 1}  # cudaMemcpyKind: D2H, H2D
-_PRIORITY: Final[dict[Direction, int]] = {"save": 0, "load": -5}  # lower goes first; CUDA clamps
-
-
-class _Location(ctypes.Structure):
-    _fields_: ClassVar = (  # type: ignore[mutable-override]  # a tuple, so that nobody appends
-        ("type", ctypes.c_int),
-        ("id", ctypes.c_int),
-    )
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes.  Locations are hints for managed memory only."""
-
-    _fields_: ClassVar = (  # type: ignore[mutable-override]  # a tuple, so that nobody appends
-        ("source_access_order", ctypes.c_int),
-        ("source", _Location),
-        ("destination", _Location),
-        ("flags", ctypes.c_uint),
-    )
-
-
-class Driver(Protocol):
-    """What CuPy does not have, called on a thread whose device is selected."""
-
-    @property
-    def batched(self) -> bool:
-        """Whether :meth:`copy_batch` works: CUDA 12.8 or later."""
-
-    def allocation(self, pointer: int) -> tuple[int, int]:
-        """Start and bytes of the allocation around ``pointer``."""
-
-    def copy_batch(
-        self, targets: Addresses, origins: Addresses, lengths: Addresses, stream: int
-    ) -> None:
-        """Queue all copies on ``stream``, which is not the default stream.
-
-        The arrays may be dropped when this returns, the memories when the stream is there.
-        """
-
-
-@attrs.define(eq=False)
-class CudaDriver:
-    """The driver's library by ctypes; calls run without the GIL."""
-
-    batched: bool
-    _library: ctypes.CDLL
-    _second_form: bool
-
-    @classmethod
-    def load(cls) -> CudaDriver:
-        """Raises :exc:`ConfigError` when there is no driver."""
-        try:
-            library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise ConfigError(f"CUDA's driver is missing: {error}") from error
-        second = hasattr(library, "cuMemcpyBatchAsync_v2")
-        return cls(second or hasattr(library, "cuMemcpyBatchAsync"), library, second)
-
-    def allocation(self, pointer: int) -> tuple[int, int]:
-        """See :class:`Driver`."""
-        base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        code = self._library.cuMemGetAddressRange_v2(
-            ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer)
-        )
-        if code:
-            raise _trouble(code, f"cuMemGetAddressRange failed with CUDA error {code}")
-        return base.value, size.value
-
-    def copy_batch(
-        self, targets: Addresses, origins: Addresses, lengths: Addresses, stream: int
-    ) -> None:
-        """See :class:`Driver`."""
-        attributes = _Attributes(source_access_order=_IN_STREAM_ORDER)
-        which = (ctypes.c_size_t * 1)(0)  # the one attribute applies from the first copy on
-        failed_at = ctypes.c_size_t(0)
-        common = (
-            ctypes.c_void_p(targets.ctypes.data),
-            ctypes.c_void_p(origins.ctypes.data),
-            ctypes.c_void_p(lengths.ctypes.data),
-            ctypes.c_size_t(lengths.size),
-            ctypes.byref(attributes),
-            which,
-            ctypes.c_size_t(1),
-        )
-        if self._second_form:  # CUDA 13 took the index of the failure away
-            code = self._library.cuMemcpyBatchAsync_v2(*common, ctypes.c_void_p(stream))
-        else:
-            code = self._library.cuMemcpyBatchAsync(
-                *common, ctypes.byref(failed_at), ctypes.c_void_p(stream)
-            )
-        if code:
-            raise _trouble(code, f"cuMemcpyBatchAsync failed with CUDA error {code}")
 
 
 @attrs.define(eq=False)
@@ -147,7 +47,7 @@ class CudaMemory(Held):
 
 @attrs.define(eq=False, kw_only=True)
 class Device:
-    """One GPU: a thread and a stream a direction; neither waits for the other's."""
+    """One GPU: a thread and streams of its own for each direction; neither waits for the other."""
 
     index: int
     uuid: str
@@ -158,13 +58,28 @@ class Device:
     seams: NDArray[np.int64]
     part_bytes: int
     queue_capacity: int
+    save_pace: Pace
+    choice: Choice = attrs.field(init=False, factory=Choice)
     lanes: Lanes = attrs.field(init=False)
-    _streams: dict[Direction, int] = attrs.field(init=False, factory=dict)
-    _keep: list[object] = attrs.field(init=False, factory=list)
+    copiers: dict[Direction, Copier] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         """Prepare the threads; ``lanes.run`` starts them."""
         self.lanes = Lanes(f"cuda{self.index}", self.queue_capacity, self._enter)
+        self.copiers = {
+            direction: Copier(
+                cupy=self.cupy,
+                driver=self.driver,
+                direction=direction,
+                pool_address=self.pool_address,
+                pool_bytes=self.pool_bytes,
+                seams=self.seams,
+                part_bytes=self.part_bytes,
+                pace=self.save_pace if direction == "save" else Pace(),
+                choice=self.choice,
+            )
+            for direction in DIRECTIONS
+        }
 
     def open_memory(self, regions: Sequence[Region]) -> CudaMemory:
         """On a device thread.  Everything is closed again when one region is refused."""
@@ -178,7 +93,7 @@ class Device:
 
     def close_mappings(self, mappings: dict[bytes, int]) -> None:
         """On a device thread."""
-        with _translated(self.cupy, "closing CUDA IPC memory"):
+        with translated(self.cupy, "closing CUDA IPC memory"):
             for pointer in mappings.values():
                 self.cupy.cuda.runtime.ipcCloseMemHandle(pointer)
 
@@ -189,20 +104,30 @@ class Device:
         batches: Sequence[Copies],
         deadline: float,
     ) -> NDArray[np.bool_]:
-        """On the direction's thread: queue part by part, return when the stream is there."""
-        failed = np.ones(count_blocks(batches), np.bool_)
+        """On the direction's thread: which blocks failed; returns when the GPU is done."""
+        blocks = count_blocks(batches)
         if time.monotonic() >= deadline:
-            return failed
-        segments = lay_out(memory.layouts, batches, self.part_bytes, self.pool_bytes)
-        with _translated(self.cupy, f"{direction} of {failed.size} blocks"):
-            parts = self._queue_parts(direction, memory, segments, deadline)
-        failed[:] = False
-        failed[segments.block[segments.part >= parts]] = True
-        return failed
+            return np.ones(blocks, np.bool_)
+        with translated(self.cupy, f"{direction} of {blocks} blocks"):
+            return self.copiers[direction].move(memory, batches, deadline)
+
+    async def measure(self) -> None:
+        """Find out, while serving, from which range size on staging does not pay."""
+        for direction in DIRECTIONS:
+            copier = self.copiers[direction]
+            try:
+                await self.lanes.threads[direction].call(partial(measure, copier), urgent=True)
+            except DeviceTrouble as exc:
+                copier.staging_trouble = str(exc)
+
+    async def close(self) -> None:
+        """Give device memory of our own back."""
+        for direction in DIRECTIONS:
+            await self.lanes.threads[direction].call(self.copiers[direction].close, urgent=True)
 
     def _enter(self) -> None:
         """First on each thread: make the device's primary context current."""
-        with _translated(self.cupy, f"opening CUDA device {self.index}"):
+        with translated(self.cupy, f"opening CUDA device {self.index}"):
             self.cupy.cuda.runtime.setDevice(self.index)
             self.cupy.cuda.runtime.free(0)  # before CUDA 12 only a call like this creates it
 
@@ -215,7 +140,7 @@ class Device:
                 "source.handle",
             )
         if source.handle not in mappings:
-            with _translated(self.cupy, "opening CUDA IPC memory", MemoryGone):
+            with translated(self.cupy, "opening CUDA IPC memory", MemoryGone):
                 mappings[source.handle] = self.cupy.cuda.runtime.ipcOpenMemHandle(
                     source.handle, _IPC_LAZY_PEER_ACCESS
                 )
@@ -227,74 +152,6 @@ class Device:
                 f"a region ends at {end} of an allocation of {room} bytes", "regions.sizeBytes"
             )
         return pointer + source.offset_bytes
-
-    def _queue_parts(
-        self, direction: Direction, memory: CudaMemory, segments: Segments, deadline: float
-    ) -> int:
-        """Parts that were copied.  Waits for the stream in any case, also before raising."""
-        ranges = merge(segments, self.seams)
-        device = (ranges.memory + memory.pointers[ranges.region]).astype(np.uint64)
-        host = (ranges.pool + self.pool_address).astype(np.uint64)
-        length = ranges.length.astype(np.uint64)
-        target, origin = (host, device) if direction == "save" else (device, host)
-        parts = int(ranges.part[-1]) + 1
-        edges = np.searchsorted(ranges.part, np.arange(parts + 1)).tolist()
-        stream, runtime = self._stream(direction), self.cupy.cuda.runtime
-        events: list[int] = []
-        try:
-            for part in range(parts):
-                if part >= _PARTS_IN_FLIGHT:
-                    runtime.eventSynchronize(events[part - _PARTS_IN_FLIGHT])
-                if time.monotonic() >= deadline:
-                    return part
-                piece = slice(edges[part], edges[part + 1])
-                self._queue(direction, target[piece], origin[piece], length[piece], stream)
-                events.append(self._record(stream))
-            return parts
-        finally:
-            self._drain(stream, events)
-
-    def _queue(
-        self,
-        direction: Direction,
-        targets: Addresses,
-        origins: Addresses,
-        lengths: Addresses,
-        stream: int,
-    ) -> None:
-        if self.driver.batched:
-            self.driver.copy_batch(targets, origins, lengths, stream)
-            return
-        copy, kind = self.cupy.cuda.runtime.memcpyAsync, _KIND[direction]
-        triples = zip(targets.tolist(), origins.tolist(), lengths.tolist(), strict=True)
-        for target, origin, length in triples:
-            copy(target, origin, length, kind, stream)
-
-    def _stream(self, direction: Direction) -> int:
-        """Made on first use, on the direction's thread."""
-        if direction not in self._streams:
-            stream = self.cupy.cuda.Stream(non_blocking=True, priority=_PRIORITY[direction])
-            self._keep.append(stream)
-            self._streams[direction] = stream.ptr
-        return self._streams[direction]
-
-    def _record(self, stream: int) -> int:
-        """An event behind everything queued so far; who waits for it sleeps and does not spin."""
-        runtime = self.cupy.cuda.runtime
-        flags = runtime.eventBlockingSync | runtime.eventDisableTiming
-        event: int = runtime.eventCreateWithFlags(flags)
-        runtime.eventRecord(event, stream)
-        return event
-
-    def _drain(self, stream: int, events: list[int]) -> None:
-        """Wait until the stream has let go of both memories, then drop the events."""
-        runtime = self.cupy.cuda.runtime
-        events.append(self._record(stream))
-        try:
-            runtime.eventSynchronize(events[-1])
-        finally:
-            for event in events:
-                runtime.eventDestroy(event)
 
 
 @attrs.define(eq=False)
@@ -346,12 +203,26 @@ class CudaCopyEngine:
 
     def statistics(self) -> EngineStatistics:
         """The sum over the devices; callable from any thread."""
-        return add_up([device.lanes.statistics() for device in self.devices.values()])
+        return add_up([self._of_device(device) for device in self.devices.values()])
+
+    def _of_device(self, device: Device) -> EngineStatistics:
+        methods = {
+            (direction, str(method)): size
+            for direction, copier in device.copiers.items()
+            for method, size in copier.method_bytes.items()
+        }
+        return attrs.evolve(
+            device.lanes.statistics(),
+            method_bytes=methods,
+            staged_below_bytes=dict(device.choice.staged_below_bytes),
+        )
 
     async def close(self) -> None:
         """Close what is still attached."""
         for memory in list(self._attached):
             await self.detach(memory)
+        for device in self.devices.values():
+            await device.close()
 
     def _device_of(self, regions: Sequence[Region]) -> Device:
         names: set[str] = set()
@@ -386,14 +257,14 @@ class CudaDevices:
         Blocks, without the GIL; callable from any thread.
         """
         runtime = self.cupy.cuda.runtime
-        with _translated(self.cupy, "registering host memory with CUDA"):
+        with translated(self.cupy, "registering host memory with CUDA"):
             runtime.setDevice(next(iter(self.uuids)))
             runtime.hostRegister(address, size_bytes, _HOST_REGISTER_PORTABLE)
 
     def unregister_slab(self, address: int, size_bytes: int) -> None:
         """Undo :meth:`register_slab`, when no copy uses the memory any more."""
         runtime = self.cupy.cuda.runtime
-        with _translated(self.cupy, "unregistering host memory from CUDA"):
+        with translated(self.cupy, "unregistering host memory from CUDA"):
             runtime.setDevice(next(iter(self.uuids)))
             runtime.hostUnregister(address)
 
@@ -405,12 +276,14 @@ class CudaDevices:
         seams: Sequence[int] = (),
         queue_capacity: int = 64,
         part_bytes: int = PART_BYTES,
+        save_pace: Pace | None = None,
+        measured: bool = True,
     ) -> AsyncIterator[CudaCopyEngine]:
         """An engine over these devices, with two threads a device.
 
         ``pool`` should be registered by the time its offsets are used; otherwise copies are
         right but slow.  ``seams`` are the offsets at which another registration begins: one copy
-        of the driver may not cross them.
+        of the driver may not cross them.  ``measured``: choose the method by what this GPU does.
         """
         address = np.frombuffer(pool, np.uint8).ctypes.data
         devices = {
@@ -424,6 +297,7 @@ class CudaDevices:
                 seams=np.array(seams, np.int64),
                 part_bytes=part_bytes,
                 queue_capacity=queue_capacity,
+                save_pace=save_pace or Pace(),
             )
             for index, uuid in self.uuids.items()
         }
@@ -431,6 +305,8 @@ class CudaDevices:
         async with trio.open_nursery() as nursery:
             for device in devices.values():
                 await nursery.start(device.lanes.run)
+                if measured:
+                    nursery.start_soon(device.measure)
             try:
                 yield engine
             finally:
@@ -486,22 +362,3 @@ def _import_cupy() -> ModuleType:
         raise ConfigError(
             f"CUDA needs CuPy: install pegaflow[cuda12] or pegaflow[cuda13] ({error})"
         ) from error
-
-
-def _trouble(code: int, text: str) -> MemoryGone | DeviceLost:
-    return MemoryGone(text) if code in _ABOUT_MEMORY else DeviceLost(text)
-
-
-@contextmanager
-def _translated(
-    cupy: ModuleType,
-    doing: str,
-    unless_broken: Callable[[str], MemoryGone | DeviceLost] | None = None,
-) -> Iterator[None]:
-    """CuPy's errors as ours; ``unless_broken`` where a working context means the memory is bad."""
-    try:
-        yield
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        if unless_broken is not None and error.status < _CONTEXT_BROKEN:
-            raise unless_broken(f"{doing}: {error}") from error
-        raise _trouble(error.status, f"{doing}: {error}") from error

@@ -22,7 +22,7 @@ import trio
 from numpy.typing import NDArray
 
 from pegaflow.engine.base import AttachedMemory, Copies, Direction, EngineStatistics
-from pegaflow.engine.lanes import Held, Lanes
+from pegaflow.engine.lanes import Held, Lanes, Pace
 from pegaflow.engine.segments import Ints, Merged, Segments, count_blocks, lay_out, merge
 from pegaflow.errors import BadRequest, MemoryGone, Overloaded
 from pegaflow.model.layout import HandedOver, Region
@@ -125,7 +125,9 @@ class HostCopyEngine:
 
     def statistics(self) -> EngineStatistics:
         """A snapshot; callable from any thread."""
-        return self.lanes.statistics()
+        found = self.lanes.statistics()
+        by_method = {(d, "system-call"): size for d, size in found.bytes_copied.items()}
+        return attrs.evolve(found, method_bytes=by_method)
 
     def close(self) -> None:
         """Close what is still attached, once the threads have ended."""
@@ -166,6 +168,7 @@ class HostCopyEngine:
                 part = calls.part[i]
                 if direction == "save":
                     self.lanes.loads_first.step_aside()
+                    self.lanes.save_pace.wait(self.part_bytes, deadline)
                 if time.monotonic() >= deadline:
                     break
             fd, offset = memory.fds[calls.region[i]], calls.offset[i]
@@ -179,10 +182,15 @@ class HostCopyEngine:
 
 @asynccontextmanager
 async def open_host_engine(
-    pool: memoryview, *, queue_capacity: int = 64, part_bytes: int = PART_BYTES
+    pool: memoryview,
+    *,
+    queue_capacity: int = 64,
+    part_bytes: int = PART_BYTES,
+    save_pace: Pace | None = None,
 ) -> AsyncIterator[HostCopyEngine]:
     """A host engine whose two threads end with the block, after the copies they have taken."""
-    engine = HostCopyEngine(pool, Lanes("host", queue_capacity), part_bytes)
+    lanes = Lanes("host", queue_capacity, save_pace=save_pace or Pace())
+    engine = HostCopyEngine(pool, lanes, part_bytes)
     try:
         async with trio.open_nursery() as nursery:
             await nursery.start(engine.lanes.run)

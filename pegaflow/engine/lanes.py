@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -97,6 +98,31 @@ class LoadsFirst:
                 self._none.wait_for(lambda: not self._loads, self._patience_seconds)
 
 
+class Pace:
+    """At most so many bytes a second for all that share it (``--save-bandwidth``); None: no cap.
+
+    It delays what would be too early and never catches up: an idle minute allows no burst.
+    """
+
+    def __init__(self, bytes_per_second: float | None = None) -> None:
+        self._rate = bytes_per_second
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def wait(self, size_bytes: int, deadline: float) -> None:
+        """Sleep until ``size_bytes`` more are due, but not past ``deadline``.  Any thread."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            begin = max(now, self._free_at)
+            if begin >= deadline:
+                begin = deadline  # too late for this one, which takes nobody's turn
+            else:
+                self._free_at = begin + size_bytes / self._rate
+        time.sleep(max(0.0, begin - now))
+
+
 @attrs.define(eq=False)
 class _Totals:
     batches: int = 0
@@ -119,6 +145,7 @@ class Lanes:
     name: str
     queue_capacity: int = 64
     setup: Callable[[], None] | None = None
+    save_pace: Pace = attrs.field(factory=Pace)
     loads_first: LoadsFirst = attrs.field(init=False, factory=LoadsFirst)
     threads: dict[Direction, DeviceThread] = attrs.field(init=False)
     _totals: dict[Direction, _Totals] = attrs.field(init=False, factory=_per_direction)
@@ -169,6 +196,7 @@ class Lanes:
             queued={d: threads[d].queued for d in DIRECTIONS},
             busy_seconds={d: threads[d].busy_seconds for d in DIRECTIONS},
             wait_seconds={d: threads[d].wait_seconds for d in DIRECTIONS},
+            method_bytes={},
         )
 
     async def _call(
@@ -203,6 +231,10 @@ def add_up(parts: Sequence[EngineStatistics]) -> EngineStatistics:
     def floats(name: str) -> dict[Direction, float]:
         return {d: sum((getattr(part, name)[d] for part in parts), 0.0) for d in DIRECTIONS}
 
+    method_bytes: dict[tuple[Direction, str], int] = {}
+    for part in parts:
+        for key, size in part.method_bytes.items():
+            method_bytes[key] = method_bytes.get(key, 0) + size
     return EngineStatistics(
         batches=ints("batches"),
         blocks=ints("blocks"),
@@ -211,4 +243,9 @@ def add_up(parts: Sequence[EngineStatistics]) -> EngineStatistics:
         queued=ints("queued"),
         busy_seconds=floats("busy_seconds"),
         wait_seconds=floats("wait_seconds"),
+        method_bytes=method_bytes,
+        staged_below_bytes={
+            d: max((part.staged_below_bytes.get(d, 0) for part in parts), default=0)
+            for d in DIRECTIONS
+        },
     )

@@ -105,7 +105,7 @@ def lay_out(
     first_block = 0
     for copies in batches:
         if copies.block_ids.size:
-            _check(copies, pool_bytes)
+            check_batch(copies, pool_bytes)
             runs = layouts.arrays(copies.layout)
             columns.append(_one_batch(copies, runs, first_block, part_bytes))
         first_block += int(copies.block_ids.size)
@@ -135,7 +135,10 @@ def merge(segments: Segments, seams: Ints = _NO_SEAMS) -> Merged:
     return Merged(first, s.region[starts], s.memory[starts], s.pool[starts], length, s.part[starts])
 
 
-def _check(copies: Copies, pool_bytes: int) -> None:
+def check_batch(copies: Copies, pool_bytes: int) -> None:
+    """Raise :exc:`BadRequest` for a block that does not exist."""
+    if not copies.block_ids.size:
+        return
     ids, offsets = copies.block_ids, copies.pool_offsets
     assert ids.shape == offsets.shape == (ids.size,), (ids.shape, offsets.shape)
     low, high = int(ids.min()), int(ids.max())

@@ -191,7 +191,7 @@ async def _devices(config: NodeConfig) -> AsyncIterator[tuple[Pool, CopyEngine]]
             register=cuda.register_slab if cuda else None,
             unregister=cuda.unregister_slab if cuda else None,
         ) as pool,
-        open_engines(pool, cuda=cuda) as engine,
+        open_engines(pool, cuda=cuda, save_bandwidth=config.save_bandwidth) as engine,
     ):
         yield pool, engine
 

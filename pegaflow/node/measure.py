@@ -112,6 +112,10 @@ def _of_devices(node: Node) -> Values:
         "pegaflow_load_bytes_total": {(): found.bytes_copied["load"]},
         "pegaflow_save_failures_total": {(): found.failed_blocks["save"]},
         "pegaflow_load_failures_total": {(): found.failed_blocks["load"]},
+        "pegaflow_copy_method_bytes_total": {
+            (direction, method): size for (direction, method), size in found.method_bytes.items()
+        },
+        "pegaflow_copy_staged_below_bytes": by_direction(found.staged_below_bytes),
         "pegaflow_copy_queued": by_direction(found.queued),
         "pegaflow_copy_batches_total": by_direction(found.batches),
         "pegaflow_copy_busy_seconds_total": by_direction(found.busy_seconds),

@@ -136,7 +136,10 @@ class NodeService:
         numbers["boot_id"] = self.node.boot_id.hex()
         numbers["version"] = __version__
         numbers["pool_total_bytes"] = self.node.pool_total_bytes
-        for name, value in attrs.asdict(self.node.engine.statistics()).items():
+        engine = attrs.asdict(self.node.engine.statistics())
+        for (direction, method), size in engine.pop("method_bytes").items():
+            numbers[f"engine_bytes_{method}_{direction}"] = size
+        for name, value in engine.items():
             numbers |= {f"engine_{name}_{direction}": number for direction, number in value.items()}
         numbers |= {f"event_{name}": count for name, count in self.node.meter.events.items()}
         return json.dumps(numbers)

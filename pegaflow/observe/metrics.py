@@ -114,6 +114,13 @@ METRICS: tuple[Metric, ...] = (
     _counter("load_bytes", "bytes", "Bytes copied to engines."),
     _histogram("load_duration", "One load's copy, waiting for the device included."),
     _counter("load_failures", "blocks", "Blocks that could not be copied to an engine."),
+    _counter("copy_method_bytes", "bytes", "Bytes copied, by how.", "direction", "method"),
+    _gauge(
+        "copy_staged_below_bytes",
+        "bytes",
+        "Blocks in ranges shorter than this are gathered on the GPU first; measured at start.",
+        "direction",
+    ),
     _gauge("copy_queued", "batches", "Copies that wait or run.", "direction"),
     _counter("copy_batches", "batches", "Copies that ended.", "direction"),
     _counter(

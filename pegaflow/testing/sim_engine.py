@@ -199,6 +199,7 @@ class SimCopyEngine:
             failed_blocks=totals("failed"),
             queued={direction: len(self._lanes[direction].waiting) for direction in DIRECTIONS},
             busy_seconds=seconds("busy"),
+            method_bytes={},
             wait_seconds=seconds("wait"),
         )
 

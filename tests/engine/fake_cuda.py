@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import cast
@@ -18,7 +18,9 @@ import host_memory
 import numpy as np
 from numpy.typing import NDArray
 
-from pegaflow.engine.cuda import Addresses, CudaDevices
+from pegaflow.engine.cuda import CudaDevices
+from pegaflow.engine.cuda_driver import Addresses
+from pegaflow.engine.lanes import DIRECTIONS
 from pegaflow.model.layout import CudaIpc, Region
 from pegaflow.testing.contract import Bench
 
@@ -51,17 +53,57 @@ class CudaArrays:
         return False
 
 
+@attrs.define
+class FakeStream:
+    ptr: int
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+@attrs.define(eq=False)
+class FakeModule:
+    """The three kernels: they copy what the table says."""
+
+    cuda: FakeCuda
+
+    def get_function(
+        self, name: str
+    ) -> Callable[[tuple[int], tuple[int], tuple[np.uint64, np.uint32]], None]:
+        unit = int(name.removeprefix("move"))
+
+        def launch(grid: tuple[int], block: tuple[int], args: tuple[np.uint64, np.uint32]) -> None:
+            assert 0 < grid[0] <= 264
+            assert 0 < block[0] <= 1024
+            address, n = int(args[0]), int(args[1])
+            words = (ctypes.c_uint64 * (3 * n)).from_address(address)
+            table = np.ctypeslib.as_array(words).reshape(3, n).tolist()
+            for origin, target, length in zip(*table, strict=True):
+                assert not (origin | target | length) % unit
+                ctypes.memmove(target, origin, length)
+            self.cuda.launches += 1
+
+        return launch
+
+
 class FakeCuda:
     """Device, runtime and driver in one."""
 
-    def __init__(self, batched: bool = True) -> None:
-        self.batched = batched
+    def __init__(self, batched: bool = True, staged_below: int = 0) -> None:
+        self.batched, self.staged_below = batched, staged_below
         self.exported: dict[bytes, Bytes] = {}
         self.open_handles: list[int] = []
         self.open_events: set[int] = set()
         self.fail_copy = 0
         self.fail_wait = 0
+        self.fail_malloc = 0
+        self.launches = 0
+        self.allocated: dict[int, Bytes] = {}
         self._numbers = itertools.count(1)
+        self._streams = itertools.count(100)
         self.CUDARuntimeError = FakeError
         self.eventBlockingSync, self.eventDisableTiming = 1, 2
 
@@ -87,11 +129,24 @@ class FakeCuda:
     def setDevice(self, index: int) -> None:
         assert index == 0
 
+    def malloc(self, size: int) -> int:
+        if self.fail_malloc:
+            raise FakeError(self.fail_malloc)
+        array = np.full(size, 0xEE, np.uint8)
+        self.allocated[array.ctypes.data] = array
+        return array.ctypes.data
+
+    def hostAlloc(self, size: int, flags: int) -> int:
+        return self.malloc(size)
+
     def free(self, pointer: int) -> None:
-        assert pointer == 0
+        if pointer:
+            del self.allocated[pointer]
+
+    freeHost = free
 
     def memcpyAsync(self, target: int, origin: int, length: int, kind: int, stream: int) -> None:
-        assert stream in {1, 2}, stream
+        assert stream >= 100, stream
         if self.fail_copy:
             raise FakeError(self.fail_copy)
         ctypes.memmove(target, origin, length)
@@ -125,19 +180,18 @@ class FakeCuda:
     # ---- what tests use
 
     def devices(self) -> CudaDevices:
-        def stream(*, non_blocking: bool, priority: int) -> SimpleNamespace:
-            assert non_blocking
-            return SimpleNamespace(ptr=1 if priority == 0 else 2)
-
-        cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=self, Stream=stream))
+        cuda = SimpleNamespace(runtime=self, Stream=lambda **_: FakeStream(next(self._streams)))
+        cupy = SimpleNamespace(cuda=cuda, RawModule=lambda code: FakeModule(self))
         return CudaDevices(cast(ModuleType, cupy), self, {0: f"GPU-{UUID.hex()}"})
 
     @asynccontextmanager
     async def open_engine(self, queue_capacity: int) -> AsyncIterator[Bench]:
         pool = host_memory.plain_pool()
         async with self.devices().open(
-            pool, queue_capacity=queue_capacity, part_bytes=1 << 20
+            pool, queue_capacity=queue_capacity, part_bytes=1 << 20, measured=False
         ) as engine:
+            for device in engine.devices.values():
+                device.choice.staged_below_bytes = dict.fromkeys(DIRECTIONS, self.staged_below)
             yield Bench(engine, np.frombuffer(pool, np.uint8))
 
     @contextmanager

@@ -18,9 +18,16 @@ async def test_host_engine(case: Case) -> None:
 
 
 @by_name
-@pytest.mark.parametrize("batched", [True, False])
-async def test_cuda_engine_on_a_pretended_device(case: Case, batched: bool) -> None:
-    cuda = fake_cuda.FakeCuda(batched)
+@pytest.mark.parametrize(
+    ("batched", "staged_below"),
+    [(True, 0), (False, 0), (True, 1 << 40)],
+    ids=["batched", "one by one", "staged"],
+)
+async def test_cuda_engine_on_a_pretended_device(
+    case: Case, batched: bool, staged_below: int
+) -> None:
+    cuda = fake_cuda.FakeCuda(batched, staged_below)
     await case(World(cuda.open_engine, cuda.make_memory))
     assert not cuda.open_handles, "a handle stayed open"
     assert not cuda.open_events, "an event was not destroyed"
+    assert not cuda.allocated, "device memory was not given back"
