@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import mmap
 import os
 import secrets
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pegaflow.errors import BadRequest, DeadlineExceeded, PeerGone
+from pegaflow.errors import BadRequest, DeadlineExceeded, DeviceTrouble, PeerGone
 from pegaflow.model.layout import GroupLayout, Run
 
 TOKEN_BYTES = 16
@@ -67,6 +68,27 @@ def hand_over(address: str, fds: Sequence[int], timeout_s: float) -> bytes:
     if answer != ACCEPTED:
         raise PeerGone("the daemon did not take the memory over")
     return token
+
+
+def cuda_ipc_handle(address: int) -> tuple[bytes, int]:
+    """(64 bytes, how far behind the handle's base ``address`` is), for memory of this process.
+
+    Needs a current CUDA context.  The memory must outlive the registration.  Raises
+    :exc:`DeviceTrouble` for memory that can't be shared: of a pool, or of expandable segments.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    status = driver.cuMemGetAddressRange_v2(
+        ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
+    )
+    handle = (ctypes.c_char * 64)()
+    status = status or driver.cuIpcGetMemHandle(ctypes.byref(handle), base)
+    if status:
+        raise DeviceTrouble(
+            f"no CUDA IPC handle for the KV memory (driver error {status}); "
+            "expandable segments of the allocator make it impossible"
+        )
+    return bytes(handle), address - base.value
 
 
 def layout_of(

@@ -107,11 +107,11 @@ class Choice:
     measured_gbps: dict[tuple[Direction, Method, int], float] = attrs.field(factory=dict)
     """By range size, when it was measured: see :func:`pegaflow.engine.cuda.calibrate`."""
 
-    def method(self, direction: Direction, layout: GroupLayout) -> Method:
-        """For all blocks of one layout."""
-        mean_bytes = layout.slot_bytes / len(layout.runs)
-        small = mean_bytes < self.staged_below_bytes[direction]
-        return "staged" if small and layout.slot_bytes <= STAGE_BYTES else "direct"
+    def method(self, direction: Direction, range_bytes: Ints) -> Method:
+        """For blocks that consist of ranges of these lengths."""
+        slot_bytes = int(range_bytes.sum())
+        small = slot_bytes < self.staged_below_bytes[direction] * range_bytes.size
+        return "staged" if small and slot_bytes <= STAGE_BYTES else "direct"
 
 
 @attrs.define(eq=False)
@@ -176,7 +176,8 @@ class Copier:
             memory.layouts.arrays(copies.layout)
         try:
             for group in _by_layout(batches):
-                chosen = method or self.choice.method(self.direction, group.layout)
+                ranges = memory.layouts.arrays(group.layout).length
+                chosen = method or self.choice.method(self.direction, ranges)
                 if chosen == "staged" and not self._can_stage():
                     chosen = "direct"
                 queue = self._queue_staged if chosen == "staged" else self._queue_direct

@@ -16,7 +16,6 @@ the old names.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 
+from pegaflow.client.memory import cuda_ipc_handle
 from pegaflow.connector.common import StepOrders
 from pegaflow.connector.identity import FORMAT, digest_of, seed_check, weights_revision
 from pegaflow.connector.layout import TensorView
@@ -326,35 +326,18 @@ def _export_storage(storage: torch.UntypedStorage) -> Allocation:
         fd, _ = storage._share_fd_cpu_()
         return Allocation(size, fd=os.dup(fd))
     if storage.device.type == "cuda":
-        handle, offset = _cuda_ipc_handle(storage.data_ptr())
+        handle, offset = cuda_ipc_handle(storage.data_ptr())
         uuid = str(torch.cuda.get_device_properties(storage.device).uuid)
         uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
         return Allocation(size, cuda_handle=handle, device_uuid=uuid, offset_bytes=offset)
     raise DeviceTrouble(f"KV memory on {storage.device} can't be shared with the daemon")
 
 
-def _cuda_ipc_handle(address: int) -> tuple[bytes, int]:
-    """(64 bytes, how far behind the handle's base ``address`` is).  Needs a CUDA context."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    status = driver.cuMemGetAddressRange_v2(
-        ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
-    )
-    handle = (ctypes.c_char * 64)()
-    status = status or driver.cuIpcGetMemHandle(ctypes.byref(handle), base)
-    if status:
-        raise DeviceTrouble(
-            f"no CUDA IPC handle for the KV memory (driver error {status}); "
-            "expandable segments of the allocator make it impossible"
-        )
-    return bytes(handle), address - base.value
-
-
 def forward_event(device_type: str) -> Callable[[], None] | None:
     """Call it on another thread to wait for all that is queued on this thread's stream now."""
     if device_type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(blocking=True)  # who waits sleeps, and leaves the core to the engine
     event.record()
     return cast("Callable[[], None]", event.synchronize)
 
