@@ -1,4 +1,4 @@
-"""The copy engine's contract on a real GPU, a killed engine beside a living one, and plain rates.
+"""The copy engine's contract on a real GPU by both methods; a killed engine beside a living one.
 
     PYTHONPATH=. python3 tests/device/run_contract.py --commit COMMIT --out FILE
 
@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import faulthandler
 import json
-import math
 import mmap
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 
 from pegaflow.engine.base import Copies
 from pegaflow.engine.cuda import CudaDevices, find_devices
+from pegaflow.engine.lanes import DIRECTIONS
 from pegaflow.engine.pinned import Pool
 from pegaflow.errors import DeviceTrouble
 from pegaflow.model.layout import CudaIpc, GroupLayout, Region, Run
@@ -105,7 +105,7 @@ class GpuMemory:
         return False
 
 
-def contract_world(devices: CudaDevices, engine: Engine) -> World:
+def contract_world(devices: CudaDevices, engine: Engine, staged_below: int) -> World:
     @asynccontextmanager
     async def open_engine(queue_capacity: int) -> AsyncIterator[Bench]:
         pool = memoryview(mmap.mmap(-1, POOL_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -113,7 +113,9 @@ def contract_world(devices: CudaDevices, engine: Engine) -> World:
         view[:] = 0
         devices.register_slab(view.ctypes.data, POOL_BYTES)
         try:
-            async with devices.open(pool, queue_capacity=queue_capacity) as opened:
+            async with devices.open(pool, queue_capacity=queue_capacity, measured=False) as opened:
+                for device in opened.devices.values():
+                    device.choice.staged_below_bytes = dict.fromkeys(DIRECTIONS, staged_below)
                 yield Bench(opened, view)
         finally:
             devices.unregister_slab(view.ctypes.data, POOL_BYTES)
@@ -135,17 +137,19 @@ def contract_world(devices: CudaDevices, engine: Engine) -> World:
 async def run_cases(devices: CudaDevices) -> dict[str, str]:
     """Each case of the contract: "ok" or what went wrong."""
     out: dict[str, str] = {}
-    engine = Engine()
-    world = contract_world(devices, engine)
-    for case in CASES:
-        try:
-            with trio.fail_after(100):
-                await case(world)
-            out[case.__name__] = "ok"
-        except BaseException as exc:
-            out[case.__name__] = repr(exc)[:500]
-        progress(f"{case.__name__} {out[case.__name__]}")
-    engine.kill()
+    for method, staged_below in (("direct", 0), ("staged", 1 << 40)):
+        engine = Engine()
+        world = contract_world(devices, engine, staged_below)
+        for case in CASES:
+            name = f"{case.__name__} ({method})"
+            try:
+                with trio.fail_after(100):
+                    await case(world)
+                out[name] = "ok"
+            except BaseException as exc:
+                out[name] = repr(exc)[:500]
+            progress(f"{name} {out[name]}")
+        engine.kill()
     return out
 
 
@@ -156,72 +160,6 @@ def kv_layout(kind: str) -> GroupLayout:
     plane = POOL_BLOCKS * SEGMENT_BYTES
     runs = tuple(Run(0, i * plane, SEGMENT_BYTES, SEGMENT_BYTES) for i in range(2 * LAYERS))
     return GroupLayout(0, POOL_BLOCKS, runs)
-
-
-async def rates(devices: CudaDevices) -> dict[str, float]:
-    """GB/s of save and load beside one raw copy of 2 GiB, and whether the bytes came back."""
-    import cupy
-
-    out: dict[str, float] = {}
-    engine = Engine()
-    number, region = engine.allocate(POOL_BLOCKS * SLOT_BYTES)
-    engine.ask(do="fill", number=number, seed=1)
-    ids = np.random.default_rng(0).permutation(POOL_BLOCKS)[:MOVED_BLOCKS].astype(np.int64)
-    offsets = np.arange(MOVED_BLOCKS, dtype=np.int64) * SLOT_BYTES
-    total = MOVED_BLOCKS * SLOT_BYTES
-    began = time.monotonic()
-    # One slab: a single copy may not cross from one registration to the next.
-    async with Pool.open(
-        2 << 30,
-        first_slab_bytes=2 << 30,
-        slab_bytes=2 << 30,
-        register=devices.register_slab,
-        unregister=devices.unregister_slab,
-    ) as pool:
-        async for _ in pool.grow():
-            pass
-        out["pool_2gib_ready_s"] = round(time.monotonic() - began, 3)
-        async with devices.open(pool.view) as opened:
-            memory = await opened.attach([region], [-1])
-            for kind in ("one range", "k and v apart"):
-                copies = [Copies(kv_layout(kind), ids, offsets)]
-                for direction in ("save", "load"):
-                    best = 1e9
-                    for _ in range(5):
-                        start = time.perf_counter()
-                        failed = await opened.copy(
-                            direction, memory, copies, deadline=time.monotonic() + 30
-                        )
-                        best = min(best, time.perf_counter() - start)
-                        assert not failed.any()
-                    key = f"{direction}_{kind.replace(' ', '_')}_gbps"
-                    out[key] = round(total / best / 1e9, 2)
-            # Two of the 64 planes, read before and after the memory was wiped and loaded again.
-            planes = (2, POOL_BLOCKS, SEGMENT_BYTES)
-            before = engine.read(number, 0, count=math.prod(planes)).reshape(planes)
-            engine.ask(do="wipe", number=number)
-            again = [Copies(kv_layout("k and v apart"), ids, offsets)]
-            await opened.copy("load", memory, again, deadline=time.monotonic() + 30)
-            after = engine.read(number, 0, count=math.prod(planes)).reshape(planes)
-            untouched = np.setdiff1d(np.arange(POOL_BLOCKS), ids)
-            same = np.array_equal(before[:, ids], after[:, ids]) and not after[:, untouched].any()
-            out["bytes_right"] = float(same)
-            await opened.detach(memory)
-        device = cupy.empty(2 << 30, cupy.uint8)
-        stream = cupy.cuda.Stream(non_blocking=True)
-        for name, to, start_at, kind_number in (
-            ("link_d2h_gbps", pool.address, device.data.ptr, 2),
-            ("link_h2d_gbps", device.data.ptr, pool.address, 1),
-        ):
-            best = 1e9
-            for _ in range(5):
-                start = time.perf_counter()
-                cupy.cuda.runtime.memcpyAsync(to, start_at, 2 << 30, kind_number, stream.ptr)
-                stream.synchronize()
-                best = min(best, time.perf_counter() - start)
-            out[name] = round((2 << 30) / best / 1e9, 2)
-    engine.kill()
-    return out
 
 
 async def killed_beside_living(devices: CudaDevices) -> dict[str, object]:
@@ -304,15 +242,14 @@ def main() -> None:
     cases = trio.run(run_cases, devices)
     result["cases_passed"] = sum(said == "ok" for said in cases.values())
     result["cases_failed"] = {name: said for name, said in cases.items() if said != "ok"}
-    for name, work in (("rates", rates), ("killed_engine", killed_beside_living)):
-        faulthandler.dump_traceback_later(50, exit=True)
-        try:
-            result[name] = trio.run(work, devices)
-        except BaseException as exc:
-            result[name] = {"error": repr(exc)[:800]}
-        faulthandler.cancel_dump_traceback_later()
-        progress(f"{name} {result[name]}")
-        options.out.write_text(json.dumps(result) + "\n")
+    faulthandler.dump_traceback_later(60, exit=True)
+    try:
+        result["killed_engine"] = trio.run(killed_beside_living, devices)
+    except BaseException as exc:
+        result["killed_engine"] = {"error": repr(exc)[:800]}
+    faulthandler.cancel_dump_traceback_later()
+    progress(f"killed_engine {result['killed_engine']}")
+    options.out.write_text(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":
