@@ -158,7 +158,7 @@ def both_ways(case: Case, memory: DeviceMemory, name: str) -> Result:
 
     saver = threading.Thread(target=save_on)
     saver.start()
-    time.sleep(0.3)
+    case.rank.load(case.rank.lease(kept), ids)
     loads, began, before = 0, time.monotonic(), saved[0]
     while time.monotonic() - began < 1.5:
         case.rank.load(case.rank.lease(kept), ids)
