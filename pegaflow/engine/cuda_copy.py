@@ -41,10 +41,14 @@ PART_BYTES: Final = 16 << 20
 """Queued at once; also the grain of deadlines."""
 CHUNK_BYTES: Final = 64 << 20
 """Laid out at once: the GPU copies one chunk while NumPy describes the next."""
-STREAMS: Final = 4
+STREAMS: Final = 8
 PARTS_IN_FLIGHT: Final = 8
-STAGE_BYTES: Final = 32 << 20
-STAGES: Final = 3
+STAGES: Final = 2
+STAGE_BYTES_MIN: Final = 16 << 20
+STAGE_BYTES_MAX: Final = 256 << 20
+"""The larger, the less often a kernel takes turns with the model's."""
+STAGE_SHARE: Final = 64
+"""One stage takes at most this part of the GPU memory that is free when it is made."""
 RANGES_MAX: Final = 1 << 16
 """In one stage."""
 TABLE_WORDS: Final = 3 * RANGES_MAX
@@ -109,9 +113,8 @@ class Choice:
 
     def method(self, direction: Direction, range_bytes: Ints) -> Method:
         """For blocks that consist of ranges of these lengths."""
-        slot_bytes = int(range_bytes.sum())
-        small = slot_bytes < self.staged_below_bytes[direction] * range_bytes.size
-        return "staged" if small and slot_bytes <= STAGE_BYTES else "direct"
+        small = int(range_bytes.sum()) < self.staged_below_bytes[direction] * range_bytes.size
+        return "staged" if small else "direct"
 
 
 @attrs.define(eq=False)
@@ -154,6 +157,7 @@ class Copier:
     """Why staging is not to be had here, once it was tried."""
     _streams: list[Stream] = attrs.field(init=False, factory=list)
     _stages: list[_Stage] = attrs.field(init=False, factory=list)
+    _stage_bytes: int = attrs.field(init=False, default=0)
     _kernels: dict[int, Kernel] = attrs.field(init=False, factory=dict)
     _in_flight: deque[int] = attrs.field(init=False, factory=deque)
     """Events, in the order of their parts."""
@@ -178,7 +182,7 @@ class Copier:
             for group in _by_layout(batches):
                 ranges = memory.layouts.arrays(group.layout).length
                 chosen = method or self.choice.method(self.direction, ranges)
-                if chosen == "staged" and not self._can_stage():
+                if chosen == "staged" and not self._can_stage(group.layout.slot_bytes):
                     chosen = "direct"
                 queue = self._queue_staged if chosen == "staged" else self._queue_direct
                 done = queue(memory, group, deadline)
@@ -245,7 +249,7 @@ class Copier:
         runs = memory.layouts.arrays(group.layout)
         slot_bytes, runs_count = group.layout.slot_bytes, runs.length.size
         order = np.argsort(group.offsets, kind="stable")  # neighbours in the pool are one range
-        step = max(1, min(STAGE_BYTES // slot_bytes, RANGES_MAX // runs_count))
+        step = max(1, min(self._stage_bytes // slot_bytes, RANGES_MAX // runs_count))
         base = memory.pointers[runs.region] + runs.base
         for begin in range(0, order.size, step):
             at = order[begin : begin + step]
@@ -303,7 +307,7 @@ class Copier:
         arguments = (np.uint64(stage.table_device), np.uint32(n))
         kernel((min(n, _GRID_MAX),), (_THREADS,), arguments)
 
-    def _can_stage(self) -> bool:
+    def _can_stage(self, slot_bytes: int) -> bool:
         """Make the stages on first use; without room or a compiler copies stay direct."""
         if not self._stages and not self.staging_trouble:
             try:
@@ -311,16 +315,18 @@ class Copier:
             except Exception as exc:
                 self.staging_trouble = f"{type(exc).__name__}: {exc}"[:300]
                 self.close()
-        return bool(self._stages)
+        return bool(self._stages) and slot_bytes <= self._stage_bytes
 
     def _make_stages(self) -> None:
         runtime = self.cupy.cuda.runtime
+        share_bytes = runtime.memGetInfo()[0] // STAGE_SHARE // STAGE_BYTES_MIN * STAGE_BYTES_MIN
+        self._stage_bytes = max(STAGE_BYTES_MIN, min(share_bytes, STAGE_BYTES_MAX))
         module = self.cupy.RawModule(code=KERNELS)
         self._kernels = {unit: module.get_function(f"move{unit}") for unit in (16, 4, 1)}
         for _ in range(STAGES):
             stage = _Stage(self._new_stream())
             self._stages.append(stage)  # at once, so that close() finds what was allocated
-            stage.address = runtime.malloc(STAGE_BYTES)
+            stage.address = runtime.malloc(self._stage_bytes)
             stage.table_device = runtime.malloc(8 * TABLE_WORDS)
             stage.table_host = runtime.hostAlloc(8 * TABLE_WORDS, 0)
             words = (ctypes.c_uint64 * TABLE_WORDS).from_address(stage.table_host)

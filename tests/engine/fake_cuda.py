@@ -129,6 +129,9 @@ class FakeCuda:
     def setDevice(self, index: int) -> None:
         assert index == 0
 
+    def memGetInfo(self) -> tuple[int, int]:
+        return 1 << 30, 2 << 30
+
     def malloc(self, size: int) -> int:
         if self.fail_malloc:
             raise FakeError(self.fail_malloc)

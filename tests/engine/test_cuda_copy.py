@@ -10,6 +10,7 @@ import pytest
 
 from pegaflow.engine.base import Copies
 from pegaflow.engine.cuda import CudaCopyEngine
+from pegaflow.engine.cuda_copy import METHODS
 from pegaflow.engine.cuda_measure import RANGE_BYTES, measure
 from pegaflow.engine.lanes import Pace
 from pegaflow.model.layout import GroupLayout, Run
@@ -79,7 +80,9 @@ async def test_measuring_sets_both_thresholds_and_touches_no_pool() -> None:
         for copier in device.copiers.values():
             measure(copier)
         assert (bench.pool == 7).all()
-        assert len(device.choice.measured_gbps) == 2 * 2 * len(RANGE_BYTES)
+        assert {key[:2] for key in device.choice.measured_gbps} == {
+            (direction, method) for direction in ("save", "load") for method in METHODS
+        }
         allowed = {0, *(size * 3 // 2 for size in RANGE_BYTES)}
         assert set(device.choice.staged_below_bytes.values()) <= allowed
     assert not cuda.allocated
