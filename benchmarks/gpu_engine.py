@@ -83,6 +83,7 @@ class GpuRank:
         layout: GroupLayout,
         name: str,
         *,
+        namespace: str = "",
         join: bool = False,
     ) -> None:
         """``join``: another session of a rank that this process has registered before."""
@@ -90,7 +91,7 @@ class GpuRank:
         self.session = BlockingSession(
             address,
             instance=InstanceId(name),
-            namespace=Namespace(name),
+            namespace=Namespace(namespace or name),
             manifest=MANIFEST,
             world_size=1,
             timeout_s=TIMEOUT_S,
@@ -197,5 +198,21 @@ def median(values: Sequence[float]) -> float:
     return float(np.median(np.array(values)))
 
 
+def traffic(address: str) -> None:
+    """Save and load 1.2 GiB in turn, without pause, until killed."""
+    blocks, moved = 2000, 625
+    memory = DeviceMemory(blocks * (2 << 20))
+    rank = GpuRank(address, memory, planes(2 << 20, 2 << 20, blocks), "traffic")
+    ids = ids_of(moved, blocks, "random")
+    while True:
+        names = fresh_hashes(moved)
+        rank.save(names, ids)
+        print("moving", flush=True)
+        rank.load(rank.lease(names), ids)
+
+
 if __name__ == "__main__":
-    compute(sys.argv[1])
+    if sys.argv[1] == "traffic":
+        traffic(sys.argv[2])
+    else:
+        compute(sys.argv[1])

@@ -12,12 +12,13 @@ and ``load_...``; ``..._loss_percent`` of the model's rate meanwhile.  Needs a G
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
@@ -35,7 +36,7 @@ from benchmarks.gpu_engine import (
 from benchmarks.harness import Figure, emit, percentile, progress
 from benchmarks.rpc import processor_seconds
 from benchmarks.startup import until_answer, until_pool
-from pegaflow.testing.daemon import Daemon, running_daemon, start_daemon
+from pegaflow.testing.daemon import Daemon, start_daemon
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCKS, MOVED = 2000, 625
@@ -183,6 +184,44 @@ def both_ways(case: Case, memory: DeviceMemory, name: str) -> Result:
     }
 
 
+def two_in_flight(case: Case, memory: DeviceMemory, key: str, name: str) -> Result:
+    """The same with two calls under way: one is prepared while the other one's bytes move."""
+    out: Result = {}
+    for direction in ("save", "load"):
+        blocks_per_s = _two_lanes(case, memory, name, direction)
+        gbps = blocks_per_s * case.rank.layout.slot_bytes / 1e9
+        out[f"{direction}_{key}_two_in_flight_gbps"] = round(gbps, 2)
+    progress(str(out))
+    return out
+
+
+def _two_lanes(case: Case, memory: DeviceMemory, name: str, direction: str) -> float:
+    """Blocks a second, after a beginning that does not count."""
+    ids, done = ids_of(MOVED, BLOCKS, "random"), [0, 0]
+    end = time.monotonic() + 1.8
+
+    def lane(number: int) -> None:
+        rank = GpuRank(case.daemon.address, memory, case.rank.layout, name, join=True)
+        names = fresh_hashes(MOVED)
+        rank.save(names, ids)
+        while time.monotonic() < end:
+            if direction == "save":
+                rank.save(fresh_hashes(MOVED), ids)
+            else:
+                rank.load(rank.lease(names), ids)
+            done[number] += MOVED if time.monotonic() < end else 0
+        rank.session.close()
+
+    threads = [threading.Thread(target=lane, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    before, began = sum(done), time.monotonic()
+    for thread in threads:
+        thread.join()
+    return (sum(done) - before) / (end - began)
+
+
 def cost(case: Case, key: str) -> Result:
     """The daemon's processor time for each GiB, saves and loads alternating."""
     ids, gib = ids_of(MOVED, BLOCKS, "random"), 0.0
@@ -196,15 +235,27 @@ def cost(case: Case, key: str) -> Result:
     return {f"daemon_cpu_ms_per_gib_{key}": round(1e3 * spent / gib, 2)}
 
 
+@contextlib.contextmanager
+def started(result: Result) -> Iterator[Daemon]:
+    """A daemon with a pool of 40 GB: how long until it answers, until all is pinned?"""
+    with tempfile.TemporaryDirectory(prefix="pegaflow-bench-") as folder:
+        began = time.monotonic()
+        daemon = start_daemon(pool_size="40gb", folder=Path(folder))
+        try:
+            result["startup_40gb_s"] = round(until_answer(daemon, began), 3)
+            pinned = until_pool(daemon, began)
+            result["pinned_40gb_s"] = None if pinned is None else round(pinned, 3)
+            progress(f"40 GB: {result['startup_40gb_s']} s, {result['pinned_40gb_s']} s")
+            yield daemon
+        finally:
+            daemon.kill()
+
+
 def transfers(result: Result, quick: bool) -> None:
     """All layouts against one daemon."""
     link(result)
     memory = DeviceMemory(BLOCKS * max(SLOT_BYTES, SIZES["2560k"]))
-    with (
-        computing() as model,
-        running_daemon("--log-level", "info", pool_size="14gb", timeout_s=60) as daemon,
-    ):
-        until_pool(daemon, time.monotonic())
+    with computing() as model, started(result) as daemon:
         model.run(True)
         time.sleep(0.5)
         result["model_products_per_s"] = round(model.rate(1.5), 1)
@@ -223,6 +274,8 @@ def transfers(result: Result, quick: bool) -> None:
                 case.measure(f"{label}_contiguous_idle", result, 0)
                 case.order = "random"
                 result |= cost(case, label)
+            if label in ("32k", "64k", "2m"):
+                result |= two_in_flight(case, memory, label, f"bench-{label}")
             if label in LOADED_SIZES:
                 model.run(True)
                 time.sleep(0.2)
@@ -246,20 +299,6 @@ def _methods(daemon: Daemon) -> Result:
     return out
 
 
-def big_pool(result: Result) -> None:
-    """A pool of 40 GB: first answer, and all of it pinned."""
-    with tempfile.TemporaryDirectory(prefix="pegaflow-bench-") as folder:
-        began = time.monotonic()
-        daemon = start_daemon(pool_size="40gb", folder=Path(folder))
-        try:
-            result["startup_40gb_s"] = round(until_answer(daemon, began), 3)
-            pinned = until_pool(daemon, began)
-            result["pinned_40gb_s"] = None if pinned is None else round(pinned, 3)
-            progress(f"40 GB: {result['startup_40gb_s']} s, {result['pinned_40gb_s']} s")
-        finally:
-            daemon.kill()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only the sizes that matter most")
@@ -272,7 +311,6 @@ def main() -> None:
     result["date"] = time.strftime("%Y-%m-%d")
     try:
         transfers(result, options.quick)
-        big_pool(result)
     finally:
         if options.out:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
