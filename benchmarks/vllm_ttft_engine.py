@@ -57,14 +57,16 @@ class Engine:
     def __init__(self, connector: str) -> None:
         from vllm import LLM, SamplingParams
 
-        folder = tempfile.mkdtemp()
-        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        # Always the same name: it is part of who may share the cache.
+        folder = Path(tempfile.gettempdir(), "pegaflow-bench-llama-8b")
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(CONFIG))
         began = time.perf_counter()
         extra = {}
         if connector in CONNECTORS:
             extra["kv_transfer_config"] = {"kv_role": "kv_both", **CONNECTORS[connector]}
         self.llm = LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
             max_model_len=16384, gpu_memory_utilization=0.6, enforce_eager=True, seed=0,
             enable_prefix_caching=True, max_num_batched_tokens=8192, block_size=16, **extra,
         )  # fmt: skip
