@@ -106,6 +106,23 @@ class BlockingSession(BlockingNode):
         """Copy leased blocks into the rank's memory; returns when the daemon let go of it."""
         return self._wire.call("session", *calls.load(request), _end(timeout_s))
 
+    def begin_load(self, request: m.LoadRequest, send_timeout_s: float) -> int:
+        """Send :meth:`load` and go on; :meth:`poll_load` with the number tells its outcome."""
+        return self._wire.begin("session", *calls.load(request), _end(send_timeout_s))
+
+    def poll_load(self, number: int) -> m.Loaded | None:
+        """None while the load is under way.  Never waits; raises once as :meth:`load` would."""
+        answer = self._wire.poll(number)
+        if answer is None:
+            return None
+        loaded = answer[0]
+        assert isinstance(loaded, m.Loaded)
+        return loaded
+
+    def abandon(self, number: int) -> None:
+        """Ask no more; the memory is let go of when the load's deadline has passed."""
+        self._wire.abandon(number)
+
     def save(self, request: m.SaveRequest, timeout_s: float) -> m.Saved:
         """Copy blocks out of the rank's memory; returns when the daemon let go of it."""
         return self._wire.call("session", *calls.save(request), _end(timeout_s))

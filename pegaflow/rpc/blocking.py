@@ -151,6 +151,21 @@ class _Transport:
             self.deliver()
         return got > 0
 
+    def receive_now(self) -> bool:
+        """Read what is there; False at the end of the stream."""
+        room = self._buffer[self._end :]
+        if not room:
+            return True
+        self.sock.settimeout(0)
+        try:
+            got = self.sock.recv_into(room)
+        except BlockingIOError:
+            return True
+        self._end += got
+        if got:
+            self.deliver()
+        return got > 0
+
     def _watch(self, room: memoryview, until: float) -> int | None:
         """Read without sleeping, leaving the core to whoever else wants it; None: not by then."""
         if time.monotonic() >= until:
@@ -244,6 +259,15 @@ def _now(coroutine: Coroutine[object, None, T]) -> T:
     raise RuntimeError(f"pycapnp wanted to wait for {waited_for!r}")
 
 
+@attrs.frozen(eq=False)
+class _Begun:
+    """A call that nobody waits for."""
+
+    waiting: Generator[_Future, None, object]
+    future: _Future
+    read: Callable[[object], object]
+
+
 @attrs.define(eq=False)
 class _Connection:
     """The capnp objects of one connection.  Never leaves the thread that made it."""
@@ -253,6 +277,7 @@ class _Connection:
     client: object
     stream: object
     capabilities: dict[str, object] = attrs.field(factory=dict)
+    begun: dict[int, _Begun] = attrs.field(factory=dict)
 
 
 class _Thread(threading.local):
@@ -362,12 +387,46 @@ class Wire:
         :exc:`PeerGone` it is of no use.  Whatever ``read`` raises of our own error tree is passed
         on.
         """
+        watch_s = WATCH_SECONDS if impatient else 0.0
+        return self._guarded(
+            lambda connection: _exchange(connection, capability, start, read, end, keep, watch_s)
+        )
+
+    def begin(
+        self,
+        capability: str,
+        start: Callable[[object], object],
+        read: Callable[[object], object],
+        end: float,
+    ) -> int:
+        """Send a call and return its number, for :meth:`poll`; ``end`` is for the sending alone.
+
+        For a thread that has other work and Python's lock: handing the call to another thread
+        costs that lock several times, 5 ms each when this one computes.  Raises as :meth:`call`.
+        """
+        return self._guarded(lambda connection: _begin(connection, capability, start, read, end))
+
+    def poll(self, number: int) -> tuple[object] | None:
+        """What was read out of a call's answer, once; None while there is none.  Never waits.
+
+        Raises as :meth:`call`; the call is over then.
+        """
+        return self._guarded(lambda connection: _poll(connection, number))
+
+    def abandon(self, number: int) -> None:
+        """Wait for it no longer: the peer sees a cancelled call."""
+        connection = _thread.connections.get(self._number)
+        if connection is not None and number in connection.begun:
+            with connection.loop.running():
+                _abandon(connection, number)
+
+    def _guarded(self, work: Callable[[_Connection], T]) -> T:
+        """Run it as the thread's loop, and turn what it raises into our own error tree."""
         connection = self._connection()
         outcome: T | PegaflowError
         try:
             with connection.loop.running():
-                watch_s = WATCH_SECONDS if impatient else 0.0
-                outcome = _exchange(connection, capability, start, read, end, keep, watch_s)
+                outcome = work(connection)
         except PegaflowError as exc:
             outcome = exc.with_traceback(None)
             outcome.__context__ = None  # its frames hold capnp objects too
@@ -421,6 +480,8 @@ def _close(number: int) -> None:
         return
     loop, transport = connection.loop, connection.transport
     with loop.running():
+        for begun in list(connection.begun):
+            _abandon(connection, begun)
         connection.capabilities.clear()
         connection.client.close()  # type: ignore[attr-defined]  # pycapnp is untyped
         with contextlib.suppress(OSError, capnp.KjException):
@@ -464,6 +525,60 @@ def _exchange(
     if keep is not None:
         connection.capabilities[keep[0]] = keep[1](answer)
     return value
+
+
+def _begin(
+    connection: _Connection,
+    capability: str,
+    start: Callable[[object], object],
+    read: Callable[[object], object],
+    end: float,
+) -> int:
+    """Send a call; its capnp objects stay in the connection's table."""
+    awaitable = start(connection.capabilities[capability])
+    assert isinstance(awaitable, Awaitable) or hasattr(awaitable, "__await__")
+    waiting = awaitable.__await__()
+    future = next(waiting)
+    number = next(_numbers)
+    connection.begun[number] = _Begun(waiting, future, read)
+    try:
+        connection.loop.turn()
+        connection.transport.flush(end)
+    except BaseException:
+        _abandon(connection, number)
+        raise
+    return number
+
+
+def _poll(connection: _Connection, number: int) -> tuple[object] | None:
+    """Turn KJ and read what is there; the answer of one call, if it has come."""
+    loop, transport, begun = connection.loop, connection.transport, connection.begun[number]
+    if not begun.future.done():
+        if not transport.receive_now():
+            transport.closing = True
+            if transport.reading:
+                transport.protocol.eof_received()  # type: ignore[attr-defined]  # pycapnp is untyped
+        loop.turn()
+        transport.flush(time.monotonic() + 0.001)
+    if not begun.future.done() and not transport.closing:
+        return None
+    del connection.begun[number]
+    if not begun.future.done() or begun.future.cancelled():
+        begun.future.cancel()
+        loop.turn()
+        raise ConnectionError("the peer closed the connection")
+    try:
+        next(begun.waiting)
+    except StopIteration as stop:
+        return (begun.read(stop.value),)
+    raise RuntimeError("pycapnp wanted to wait for more")
+
+
+def _abandon(connection: _Connection, number: int) -> None:
+    connection.begun.pop(number).future.cancel()
+    with contextlib.suppress(OSError, capnp.KjException):
+        connection.loop.turn()
+        connection.transport.flush(time.monotonic() + 0.001)
 
 
 def _pump(connection: _Connection, future: _Future, end: float, watch_until: float) -> None:

@@ -116,12 +116,11 @@ class _Lane(threading.Thread):
         if session is not None:
             session.close()
 
-    def wait_for_release(self, end: float) -> None:
-        """The connection broke during a call: wait until the daemon can't touch our memory.
+    def wait_for_release(self, boot_id: bytes, end: float) -> None:
+        """The connection broke during a call: wait until that daemon can't touch our memory.
 
         That is: it is dead (nothing listens, or another daemon does), or ``end`` has passed.
         """
-        boot_id = self.boot_id
         while time.monotonic() < end and not self.ending:
             try:
                 with self.rank.connect(self.config.attach_timeout_s) as session:
@@ -134,8 +133,17 @@ class _Lane(threading.Thread):
             time.sleep(0.02)
 
 
+@attrs.frozen(eq=False)
+class LoadJob:
+    """A load to be carried out, or one whose connection to daemon ``lost_boot_id`` broke."""
+
+    order: LoadOrder
+    end: float
+    lost_boot_id: bytes = b""
+
+
 class LoadLane(_Lane):
-    """Loads, registration and heartbeat."""
+    """Registration, heartbeat, and the loads that :mod:`.direct` could not send itself."""
 
     def __init__(
         self,
@@ -148,15 +156,15 @@ class LoadLane(_Lane):
         """``report(order, failed block ids)`` is called exactly once for each submitted order."""
         super().__init__("pegaflow-load", rank, config, tally, complaints)
         self._report = report
-        self._queue: deque[tuple[LoadOrder, float]] = deque()
+        self._queue: deque[LoadJob] = deque()
         self.attempted = threading.Event()
         """The first attempt to register has ended, one way or the other."""
         self.registered = False
 
-    def submit(self, order: LoadOrder) -> None:
-        """From the engine's thread; its deadline starts now."""
+    def submit(self, job: LoadJob) -> None:
+        """From the engine's thread."""
         with self.changed:
-            self._queue.append((order, time.monotonic() + self.config.load_timeout_s))
+            self._queue.append(job)
             self.changed.notify_all()
 
     def run(self) -> None:
@@ -171,7 +179,7 @@ class LoadLane(_Lane):
                 job = self._queue.popleft() if self._queue else None
             try:
                 if job is not None:
-                    self._load(*job)
+                    self._load(job)
                 if time.monotonic() >= next_beat:
                     self._beat()
                     next_beat = time.monotonic() + (HEARTBEAT_S if self.registered else RETRY_S)
@@ -179,8 +187,8 @@ class LoadLane(_Lane):
                 self.tally.add("hook_errors")
                 self.complaints.warn("load lane", "the load lane stumbled", trace=True)
                 next_beat = time.monotonic() + RETRY_S
-        for order, _ in self._queue:
-            self._report(order, order.block_ids)
+        for job in self._queue:
+            self._report(job.order, job.order.block_ids)
         self.drop_session()
 
     def _beat(self) -> None:
@@ -212,12 +220,15 @@ class LoadLane(_Lane):
         self.tally.set("registered", 0)
         self.drop_session()
 
-    def _load(self, order: LoadOrder, end: float) -> None:
+    def _load(self, job: LoadJob) -> None:
         """One order, reported exactly once whatever happens."""
+        order, end = job.order, job.end
         failed: Iterable[int] = order.block_ids
         began = time.monotonic()
         try:
-            if order.lease and self.session is not None and began < end:
+            if job.lost_boot_id:
+                self.wait_for_release(job.lost_boot_id, end + DEADLINE_MARGIN_S)
+            elif order.lease and self.session is not None and began < end:
                 failed = self._call(self.session, order, end)
         except DeadlineExceeded as exc:
             self.complaints.warn("load", f"a load ran into its deadline: {exc}")
@@ -226,34 +237,42 @@ class LoadLane(_Lane):
         except PeerGone as exc:
             self.complaints.warn("load", f"the daemon went away during a load: {exc}")
             self._detach()
-            self.wait_for_release(end + DEADLINE_MARGIN_S)
+            self.wait_for_release(self.boot_id, end + DEADLINE_MARGIN_S)
         except PegaflowError as exc:
             self.complaints.warn("load", f"a load failed: {exc}")
         finally:
             failed = list(failed)
-            self._count(order, failed, time.monotonic() - began)
+            count_load(self.tally, self.rank, order, failed, time.monotonic() - began)
             self._report(order, failed)
 
     def _call(self, session: BlockingSession, order: LoadOrder, end: float) -> list[int]:
-        count = len(order.block_ids)
-        request = LoadRequest(
-            rank=self.rank.rank,
-            lease=LeaseToken(order.lease),
-            group=0,
-            positions=np.arange(count, dtype=np.uint32),
-            block_ids=np.array(order.block_ids, np.uint32),
-            deadline_ns=int(end * 1e9),
-        )
+        request = load_request(self.rank, order, end)
         loaded = session.load(request, end - time.monotonic() + DEADLINE_MARGIN_S)
         return [order.block_ids[i] for i in loaded.failed.tolist()]
 
-    def _count(self, order: LoadOrder, failed: Sequence[int], seconds: float) -> None:
-        good = len(order.block_ids) - len(failed)
-        self.tally.add("load_failures" if failed else "loads")
-        self.tally.add("load_failed_blocks", len(failed))
-        self.tally.add("load_bytes", good * self.rank.layout.slot_bytes)
-        self.tally.observe("load_seconds", seconds)
-        self.tally.observe("load_blocks", good)
+
+def load_request(rank: Rank, order: LoadOrder, end: float) -> LoadRequest:
+    """All blocks of the lease, in order."""
+    return LoadRequest(
+        rank=rank.rank,
+        lease=LeaseToken(order.lease),
+        group=0,
+        positions=np.arange(len(order.block_ids), dtype=np.uint32),
+        block_ids=np.array(order.block_ids, np.uint32),
+        deadline_ns=int(end * 1e9),
+    )
+
+
+def count_load(
+    tally: Tally, rank: Rank, order: LoadOrder, failed: Sequence[int], seconds: float
+) -> None:
+    """For the connector's statistics."""
+    good = len(order.block_ids) - len(failed)
+    tally.add("load_failures" if failed else "loads")
+    tally.add("load_failed_blocks", len(failed))
+    tally.add("load_bytes", good * rank.layout.slot_bytes)
+    tally.observe("load_seconds", seconds)
+    tally.observe("load_blocks", good)
 
 
 @attrs.define(eq=False)
@@ -422,7 +441,7 @@ class SaveLane(_Lane):
         self.complaints.warn("save", f"a save failed: {exc}")
         if isinstance(exc, PeerGone):
             self.drop_session()
-            self.wait_for_release(end)
+            self.wait_for_release(self.boot_id, end)
         elif isinstance(exc, DeadlineExceeded) and time.monotonic() >= end:
             self.drop_session()
 

@@ -14,6 +14,7 @@ from pegaflow.connector.identity import make_identity
 from pegaflow.connector.layout import block_layout
 from pegaflow.connector.tally import Tally
 from pegaflow.connector.vllm import adapter
+from pegaflow.connector.vllm.direct import DirectLoads
 from pegaflow.connector.vllm.lanes import LoadLane, Rank, SaveLane
 from pegaflow.model.keys import InstanceId
 
@@ -41,6 +42,7 @@ class WorkerHalf:
         self._tally = tally
         self._complaints = complaints
         self._loads: LoadLane | None = None
+        self._direct: DirectLoads | None = None
         self._saves: SaveLane | None = None
         self._allocations: tuple[adapter.Allocation, ...] = ()
         self._device_type = "cpu"
@@ -74,6 +76,9 @@ class WorkerHalf:
         )
         self._loads = LoadLane(rank, self._config, self._tally, self._complaints, self._load_ended)
         loads = self._loads
+        self._direct = DirectLoads(
+            rank, self._config, self._tally, self._complaints, loads, self._load_ended
+        )
         self._saves = SaveLane(
             rank, self._config, self._tally, self._complaints, lambda: loads.registered
         )
@@ -85,6 +90,8 @@ class WorkerHalf:
         """At engine start there is time: the daemon shall know this rank before its first query."""
         if self._loads is not None:
             self._loads.attempted.wait(2 * self._config.attach_timeout_s)
+        if self._direct is not None:
+            self._direct.connect(self._config.attach_timeout_s)
 
     # --- one step --------------------------------------------------------------------------------
 
@@ -96,10 +103,10 @@ class WorkerHalf:
     def start_loads(self, orders: StepOrders) -> None:
         """Queue them; without a lane they have failed."""
         for order in orders.loads:
-            if self._loads is None:
+            if self._direct is None:
                 self._load_ended(order, order.block_ids)
             else:
-                self._loads.submit(order)
+                self._direct.submit(order)
 
     def start_saves(self, orders: StepOrders) -> None:
         """Once a step, after the forward was launched (or there was none)."""
@@ -118,6 +125,8 @@ class WorkerHalf:
         saves = self._saves
         sent = {name for name in self._finished if saves is None or saves.settled(name)}
         self._finished -= sent
+        if self._direct is not None:
+            self._direct.poll()
         with self._lock:
             ended, self._ended = self._ended, []
         for _, bad in ended:
@@ -135,10 +144,12 @@ class WorkerHalf:
 
     def close(self) -> None:
         """The engine ends: let the daemon know by closing the sessions, before the memory goes."""
+        if self._direct is not None:
+            self._direct.close()
         for lane in (self._saves, self._loads):
             if lane is not None:
                 lane.stop(JOIN_S)
-        self._saves = self._loads = None
+        self._saves = self._loads = self._direct = None
         for allocation in self._allocations:
             if allocation.fd >= 0:
                 with contextlib.suppress(OSError):
