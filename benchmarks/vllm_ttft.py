@@ -174,8 +174,7 @@ class Table:
             self.out[f"{name}{suffix}_engine_ready_s"] = ready
 
 
-COLD = "cold:1,cold:2"
-AGAIN = "warm:1,warm:2+frag,cold:{}+frag"
+AGAIN = "warm:1,warm:{last}+frag,cold:{new}+frag"
 
 
 def measure(
@@ -185,20 +184,24 @@ def measure(
     host, _, port = daemon.address.rpartition(":")
     ours = Rival("ours", "pegaflow", {"PEGAFLOW_HOST": f"http://{host}", "PEGAFLOW_PORT": port})
     none = Rival("none", "none", {"TRAFFIC_ADDRESS": daemon.address})
-    table.take("none", run_engine(none, f"{COLD},gpu:2,cold:3+frag,itl"))
+    cold = ",".join(f"cold:{seed + 1}" for seed in range(options.cold))
+    last = options.cold
+    if options.baseline:
+        passes = f"{cold},gpu:{last},cold:{last + 1}+frag,itl"
+        table.take("none", run_engine(none, passes))
+    table.take("ours", run_engine(ours, cold))
     rivals = [ours]
     if upstream is not None:
         upstream.wait()
         path = f"{options.upstream}:{os.environ['PYTHONPATH']}"
         where = {"PEGAFLOW_HOST": "http://127.0.0.1", "PEGAFLOW_PORT": upstream.port}
         rivals.append(Rival("upstream", "pegaflow", {"PYTHONPATH": path, **where}))
-    for rival in rivals:
-        table.take(rival.name, run_engine(rival, COLD))
+        table.take("upstream", run_engine(rivals[-1], cold))
     for number in range(options.rounds):
         for rival in rivals:
             before = metrics(daemon)
             suffix = f"_{number}" if number else ""
-            passes = AGAIN.format(10 + number)
+            passes = AGAIN.format(last=last, new=10 + number)
             table.take(rival.name, run_engine(rival, passes), suffix)
             if rival is ours and not number:
                 table.out |= stages(before, metrics(daemon))
@@ -210,6 +213,8 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upstream", type=Path, help="a folder with upstream's wheel unpacked")
+    parser.add_argument("--cold", type=int, default=2, help="sets of prompts that are new")
+    parser.add_argument("--no-baseline", dest="baseline", action="store_false")
     parser.add_argument("--rounds", type=int, default=2, help="warm starts of each rival")
     parser.add_argument("--offloading", action="store_true", help="vLLM's own connector too")
     parser.add_argument("--out", type=Path, help="also write the object there")

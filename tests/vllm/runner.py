@@ -174,8 +174,8 @@ class Engine:
         return get_kv_transfer_group()
 
     @property
-    def load_lane(self):
-        return self.worker._worker._loads
+    def direct_loads(self):
+        return self.worker._worker._direct
 
     @property
     def save_lane(self):
@@ -226,36 +226,35 @@ class Engine:
 
 
 def before_load(engine: Engine, action) -> None:
-    """Do ``action`` once, on the load lane, just before the next load is asked for."""
-    lane = engine.load_lane
-    original = lane._call
+    """Do ``action`` once, just before the next load is asked for."""
+    direct = engine.direct_loads
+    original = direct.submit
 
-    def call(session, order, end):
-        lane._call = original
+    def submit(order):
+        direct.submit = original
         action()
-        return original(session, order, end)
+        original(order)
 
-    lane._call = call
+    direct.submit = submit
 
 
 def noise_after_load(engine: Engine) -> None:
     """Overwrite what every load brought with noise."""
     import numpy as np
 
-    lane = engine.load_lane
-    original = lane._call
-    layout, fd = lane.rank.layout, lane.rank.allocations[0].fd
+    direct = engine.direct_loads
+    original = direct._finish
+    layout, fd = direct._rank.layout, direct._rank.allocations[0].fd
 
-    def call(session, order, end):
-        failed = original(session, order, end)
+    def finish(load, failed):
         chance = np.random.default_rng(1)
-        for block in order.block_ids:
+        for block in load.order.block_ids:
             for run in layout.runs:
                 noise = chance.standard_normal(run.length_bytes // 4).astype(np.float32)
                 os.pwrite(fd, noise.tobytes(), run.base_bytes + block * run.stride_bytes)
-        return failed
+        original(load, failed)
 
-    lane._call = call
+    direct._finish = finish
 
 
 # --- scenarios -----------------------------------------------------------------------------------
