@@ -19,6 +19,7 @@ import secrets
 import signal
 import socket
 import stat
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ LISTEN_BACKLOG = 128
 TOKEN_BYTES = 16
 DRAIN_POLL_SECONDS = 0.01
 TEARDOWN_SECONDS = 0.5
+SWITCH_SECONDS = 0.0005
+"""A device thread that has to queue the next part waits at most so long for Python's lock."""
 FLUSH_SECONDS = 0.05
 """Between the end of the last call and the end of the connections: its answer must get out."""
 
@@ -74,6 +77,7 @@ def run(config: NodeConfig) -> int:
     """
     check_memory(config.pool_bytes, config.memory_reserve_bytes)
     gc.disable()  # background.collect_garbage says why
+    sys.setswitchinterval(SWITCH_SECONDS)
     _allow_many_descriptors()
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(_bound(each, "addr")) for each in config.addresses]
