@@ -15,7 +15,7 @@ from pegaflow import __version__
 from pegaflow.errors import ConfigError, PegaflowError
 from pegaflow.model.address import DEFAULT_HOST, DEFAULT_PORT, parse_address
 from pegaflow.model.units import format_size
-from pegaflow.node.cli import build_command
+from pegaflow.node.cli import build_command, settings_of, settings_params
 
 if TYPE_CHECKING:
     from pegaflow.client.blocking import BlockingNode
@@ -144,6 +144,42 @@ def shutdown(addr: str | None, timeout_secs: float, grace_secs: float) -> None:
     grace_ms = round(grace_secs * 1000)
     _answer(addr, timeout_secs, lambda node: node.shutdown(grace_ms, timeout_secs))
     click.echo("the daemon drains")
+
+
+@click.pass_context
+def _doctor(context: click.Context, /, as_json: bool, **_: object) -> None:
+    import attrs  # late, as all that follows: --help need not wait for it
+
+    from pegaflow.node import doctor
+
+    config = settings_of(context).config
+    cuda = doctor.look_for_cuda(config) if config.devices != () else doctor.Cuda()
+    findings = doctor.examine(config, doctor.Limits.of_this_process(), cuda)
+    if as_json:
+        click.echo(json.dumps([attrs.asdict(found) for found in findings]))
+    else:
+        width = max(len(found.what) for found in findings)
+        for found in findings:
+            click.echo(f"{found.verdict:8} {found.what:{width}}  {found.detail}")
+            if found.fix:
+                click.echo(f"{'':8} {'':{width}}  fix: {found.fix}")
+        click.echo(doctor.summary(findings))
+    sys.exit(1 if any(found.verdict == "problem" for found in findings) else 0)
+
+
+main.add_command(
+    click.Command(
+        "doctor",
+        params=[
+            *settings_params(),
+            click.Option(["--json", "as_json"], is_flag=True, help="A JSON list of findings."),
+        ],
+        callback=_doctor,
+        help="Does this host allow a daemon with these settings?  Exits with 1 if something does "
+        "not.  Takes the flags of `pegaflow server`, and starts nothing.",
+        context_settings={"max_content_width": 100},
+    )
+)
 
 
 if __name__ == "__main__":

@@ -179,6 +179,14 @@ USE_HUGEPAGES = Option(
     _switch,
     "Back the pool with 2 MiB huge pages. They must be reserved before (vm.nr_hugepages).",
 )
+DISABLE_NUMA_AFFINITY = Option(
+    "disable-numa-affinity",
+    "",
+    "false",
+    _switch,
+    "Take the pool's memory from anywhere. Without it the NUMA nodes of the GPUs come first, in "
+    "turn where there are several.",
+)
 SAVE_BANDWIDTH = Option(
     "save-bandwidth",
     "SIZE",
@@ -297,6 +305,7 @@ OPTIONS: tuple[Option[object], ...] = (
     POOL_SIZE,
     HINT_VALUE_SIZE,
     USE_HUGEPAGES,
+    DISABLE_NUMA_AFFINITY,
     SAVE_BANDWIDTH,
     MEMORY_RESERVE,
     HTTP_ADDR,
@@ -327,6 +336,7 @@ class NodeConfig:
     pool_bytes: int
     hint_value_bytes: int | None
     use_hugepages: bool
+    numa_affinity: bool
     save_bandwidth: int | None
     """Bytes a second; None: no cap."""
     memory_reserve_bytes: int
@@ -474,6 +484,7 @@ def _build(found: Mapping[str, Setting[object]]) -> NodeConfig:
         pool_bytes=_value(found, POOL_SIZE),
         hint_value_bytes=_value(found, HINT_VALUE_SIZE),
         use_hugepages=_value(found, USE_HUGEPAGES),
+        numa_affinity=not _value(found, DISABLE_NUMA_AFFINITY),
         save_bandwidth=_value(found, SAVE_BANDWIDTH),
         memory_reserve_bytes=_value(found, MEMORY_RESERVE),
         high_watermark=_value(found, HIGH_WATERMARK),

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Final
 
@@ -250,6 +251,16 @@ class CudaDevices:
     driver: Driver
     uuids: dict[int, str]
     """By this process's device number."""
+
+    def numa_nodes(self, root: Path = Path("/")) -> tuple[int, ...]:
+        """The nodes that the GPUs hang on, where the kernel knows them."""
+        nodes = set()
+        for index in self.uuids:
+            bus = str(self.cupy.cuda.runtime.deviceGetPCIBusId(index)).lower()
+            with suppress(OSError, ValueError):
+                text = (root / "sys/bus/pci/devices" / bus / "numa_node").read_text()
+                nodes.add(int(text))
+        return tuple(sorted(node for node in nodes if node >= 0))
 
     def register_slab(self, address: int, size_bytes: int) -> None:
         """Pin host memory for all devices (``Pool.open(register=...)``).

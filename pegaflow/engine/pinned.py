@@ -6,7 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -30,6 +30,9 @@ _MADV_DONTFORK: Final = 10
 _MADV_HUGEPAGE: Final = 14
 _MADV_DONTDUMP: Final = 16
 _MADV_POPULATE_WRITE: Final = 23
+_MPOL_PREFERRED, _MPOL_INTERLEAVE = 1, 3
+_MBIND: Final = {"x86_64": 237, "aarch64": 235}  # numbers of the system call
+_NODES_MAX: Final = 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -54,6 +57,8 @@ class Pool:
     hugepages: bool
     seams: tuple[int, ...]
     """Where slabs begin, rising: each is registered with devices on its own."""
+    numa_nodes: tuple[int, ...]
+    """Where its memory comes from first; () for no preference."""
     populated_bytes: int = attrs.field(init=False, default=0)
     _register: Registrar | None
     _unregister: Registrar | None
@@ -70,11 +75,13 @@ class Pool:
         threads: int | None = None,
         first_slab_bytes: int = FIRST_SLAB_BYTES,
         slab_bytes: int = SLAB_BYTES,
+        numa_nodes: Sequence[int] = (),
         register: Registrar | None = None,
         unregister: Registrar | None = None,
     ) -> AsyncIterator[Pool]:
         """Reserve ``size_bytes`` (rounded up to a page) and populate them in the background.
 
+        Memory comes from ``numa_nodes`` in turn while they have some, from others after that.
         Takes milliseconds whatever the size.  ``register`` and ``unregister`` run on worker
         threads; the block ends with every slab let go of.  Raises :exc:`ConfigError` when the
         range, or the huge pages for it, can't be had.
@@ -84,6 +91,7 @@ class Pool:
         slabs = list(plan_slabs(size_bytes, first_slab_bytes, slab_bytes))
         whole = _reserve(size_bytes, hugepages=hugepages)
         address = np.frombuffer(whole, np.uint8).ctypes.data
+        on_nodes = prefer_nodes(address, whole.nbytes, numa_nodes)
         skip = -address % HUGE_PAGE_BYTES  # transparent huge pages start at such addresses
         pool = Pool(
             size_bytes,
@@ -92,6 +100,7 @@ class Pool:
             threads or max(1, len(os.sched_getaffinity(0)) - 1),
             hugepages,
             tuple(offset for offset, _ in slabs),
+            on_nodes,
             register,
             unregister,
             *trio.open_memory_channel[tuple[int, int]](len(slabs)),
@@ -149,6 +158,23 @@ class Pool:
             with trio.CancelScope(shield=True):  # memory must not be unmapped while it is pinned
                 for address, size_bytes in self._registered:
                     await trio.to_thread.run_sync(self._unregister, address, size_bytes)
+
+
+def prefer_nodes(address: int, size_bytes: int, nodes: Sequence[int]) -> tuple[int, ...]:
+    """Ask the kernel for memory of these NUMA nodes; the nodes, or () where it says no.
+
+    A wish: a node that is full sends us to another one, and nothing fails.
+    """
+    number = _MBIND.get(os.uname().machine)
+    wanted = sorted({node for node in nodes if 0 <= node < _NODES_MAX})
+    if not wanted or number is None:
+        return ()
+    mask = sum(1 << node for node in wanted).to_bytes(_NODES_MAX // 8, "little")
+    mode = _MPOL_PREFERRED if len(wanted) == 1 else _MPOL_INTERLEAVE
+    # 64-bit arguments in full: ctypes would pass them as C ints.
+    arguments = (ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(size_bytes))
+    more = (ctypes.c_long(mode), mask, ctypes.c_ulong(_NODES_MAX + 1), ctypes.c_long(0))
+    return () if _libc.syscall(*arguments, *more) else tuple(wanted)
 
 
 def plan_slabs(
@@ -268,7 +294,7 @@ def _reserve(size_bytes: int, *, hugepages: bool) -> memoryview:
     """Address space, and for huge pages their reservation; 2 MiB more than asked, for alignment."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if hugepages:
-        _check_hugepages(size_bytes + HUGE_PAGE_BYTES)
+        check_hugepages(size_bytes + HUGE_PAGE_BYTES)
     flags |= _MAP_HUGETLB if hugepages else _MAP_NORESERVE
     try:
         area = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=flags)
@@ -281,7 +307,8 @@ def _reserve(size_bytes: int, *, hugepages: bool) -> memoryview:
     return memoryview(area)
 
 
-def _check_hugepages(size_bytes: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+def check_hugepages(size_bytes: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Raise :exc:`ConfigError` unless so much is reserved in pages of 2 MiB, and free."""
     fields = _fields(meminfo)
     page_bytes = fields.get("Hugepagesize", 0) << 10
     free_bytes = (fields.get("HugePages_Free", 0) - fields.get("HugePages_Rsvd", 0)) * page_bytes

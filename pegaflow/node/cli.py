@@ -103,11 +103,7 @@ def _start(context: click.Context, /, **_: object) -> None:
             "python -O takes the assertions out that keep wrong bytes from an engine: "
             "start without -O and PYTHONOPTIMIZE"
         )
-    file = context.params["config"] or os.environ.get("PEGAFLOW_CONFIG") or None
-    try:
-        settings = resolve(_given(context), os.environ, Path(file) if file else None)
-    except ConfigError as exc:
-        _refuse(str(exc))
+    settings = settings_of(context)
     if context.params["check_config"]:
         _print_settings(settings)
         return
@@ -123,22 +119,33 @@ def _start(context: click.Context, /, **_: object) -> None:
     raise SystemExit(code)
 
 
+def settings_params() -> list[click.Parameter]:
+    """Every setting as a flag, and the file."""
+    file = click.Option(
+        ["--config"], metavar="PATH", help="A TOML file with any of these settings by name."
+    )
+    return [*(_flag(option) for option in OPTIONS), file]
+
+
+def settings_of(context: click.Context) -> Settings:
+    """What flags, environment and file of this command line say.  Refuses in one sentence."""
+    file = context.params["config"] or os.environ.get("PEGAFLOW_CONFIG") or None
+    try:
+        return resolve(_given(context), os.environ, Path(file) if file else None)
+    except ConfigError as exc:
+        _refuse(str(exc))
+
+
 def build_command(name: str) -> click.Command:
     """The command under a name of the caller's choice."""
-    params: list[click.Parameter] = [_flag(option) for option in OPTIONS]
-    params += [
-        click.Option(
-            ["--config"], metavar="PATH", help="A TOML file with any of these settings by name."
-        ),
-        click.Option(
-            ["--check-config"],
-            is_flag=True,
-            help="Print each setting with its source as JSON and exit.",
-        ),
-    ]
+    check = click.Option(
+        ["--check-config"],
+        is_flag=True,
+        help="Print each setting with its source as JSON and exit.",
+    )
     command = click.Command(
         name,
-        params=params,
+        params=[*settings_params(), check],
         callback=_start,
         help=HELP,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

@@ -187,11 +187,13 @@ def _limits(config: NodeConfig) -> Limits:
 async def _devices(config: NodeConfig) -> AsyncIterator[tuple[Pool, CopyEngine]]:
     """The pool and whoever copies to and from it."""
     cuda = _cuda(config)
+    nodes = cuda.numa_nodes() if cuda and config.numa_affinity else ()
     async with (
         Pool.open(
             config.pool_bytes,
             hugepages=config.use_hugepages,
             slab_bytes=config.slab_bytes,
+            numa_nodes=nodes,
             register=cuda.register_slab if cuda else None,
             unregister=cuda.unregister_slab if cuda else None,
         ) as pool,

@@ -83,6 +83,18 @@ async def test_only_what_was_announced_is_backed_and_each_slab_is_pinned_once() 
     assert released == pinned
 
 
+async def test_a_numa_node_is_preferred_and_one_that_is_not_there_is_no_failure() -> None:
+    async with Pool.open(4 * MIB, numa_nodes=(0,)) as pool:
+        async for _ in pool.grow():
+            pass
+        if pool.numa_nodes:  # a kernel without NUMA has no such policy
+            assert policy_of_mapping(pool.address).startswith("prefer")
+    async with Pool.open(4 * MIB, numa_nodes=(1023,)) as pool:
+        async for _ in pool.grow():
+            pass
+        assert pool.populated_bytes == 4 * MIB
+
+
 async def test_leaving_early_lets_go_of_what_was_pinned() -> None:
     pinned: list[tuple[int, int]] = []
     with trio.CancelScope() as scope:
@@ -125,3 +137,9 @@ def flags_of_mapping(address: int) -> set[str]:
         elif inside and first == "VmFlags:":
             return set(line.split()[1:])
     raise AssertionError(f"{address:x} is not mapped")
+
+
+def policy_of_mapping(address: int) -> str:
+    """The kernel's word for where a mapping's memory comes from."""
+    lines = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
+    return max((int(words[0], 16), words[1]) for words in lines if int(words[0], 16) <= address)[1]
