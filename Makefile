@@ -47,7 +47,7 @@ docs:  ## links, glossary, decision records and examples of the documentation
 
 bench:  ## one benchmark: make bench NAME=startup [SAVE=1]
 	@test -f "benchmarks/$(NAME).py" || { echo "make bench NAME=x: x is one of" \
-	  $$(cd benchmarks && ls *.py | grep -v -e harness -e _cost -e _engine | sed 's/\.py//') >&2; exit 2; }
+	  $$(cd benchmarks && ls *.py | grep -v -e harness -e _cost -e _engine -e plots | sed 's/\.py//') >&2; exit 2; }
 	@environment=$$($(ENVIRONMENT) dev) && SAVE="$(SAVE)" "$$environment/bin/python" -P -m benchmarks.$(NAME)
 
 demo:  ## kill an engine, start it again, find its cache: real vLLM, or in seconds with ENGINE=mock
