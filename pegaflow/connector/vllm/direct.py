@@ -80,7 +80,11 @@ class DirectLoads:
         boot_id = session.opened.boot_id
         try:
             number = session.begin_load(load_request(self._rank, order, end), SEND_TIMEOUT_S)
-        except (PegaflowError, RuntimeError) as exc:
+        except RuntimeError as exc:  # opened by another thread than this one: nothing was sent
+            self._lost(exc)
+            self._lane.submit(LoadJob(order, end))
+            return
+        except PegaflowError as exc:
             # It may have got there whole: its blocks are let go of as those of a broken call.
             self._lost(exc)
             self._lane.submit(LoadJob(order, end, boot_id))
@@ -152,6 +156,6 @@ class DirectLoads:
         self._used_at = time.monotonic()
 
     def _lost(self, exc: Exception) -> None:
-        self._complaints.warn("load", f"the daemon went away during a load: {exc}")
+        self._complaints.warn("load", f"a load's connection is of no use any more: {exc}")
         self._next_try = time.monotonic() + RETRY_S
         self.close()
