@@ -298,12 +298,18 @@ def test_t24_killed_daemons_and_clients_leave_nothing_that_stops_the_next(tmp_pa
 def test_t12_a_stopped_daemon_costs_each_call_its_deadline_and_no_more(tmp_path: Path) -> None:
     with running_daemon(folder=tmp_path) as daemon, saved(daemon) as rank:
         found = rank.query(HASHES)
+
+        def ask_anew() -> None:
+            # Closed here: a connection that is only dropped would keep this thread's KJ loop.
+            with BlockingNode(daemon.address, 0.2) as node:
+                node.health(0.2)
+
         daemon.process.send_signal(signal.SIGSTOP)
         calls: list[Callable[[], object]] = [
             lambda: rank.session.ping(0.2),
             lambda: rank.load(found.lease, IDS, timeout_s=0.2),
             lambda: rank.save(HASHES, IDS, timeout_s=0.2),
-            lambda: BlockingNode(daemon.address, 0.2).health(0.2),
+            ask_anew,
         ]
         for call in calls:
             began = time.monotonic()
