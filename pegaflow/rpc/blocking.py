@@ -29,7 +29,7 @@ import capnp
 
 from pegaflow.errors import DeadlineExceeded, PeerGone, PegaflowError
 from pegaflow.rpc.connections import Limits
-from pegaflow.rpc.kjloop import Handle
+from pegaflow.rpc.kjloop import Handle, blocking_clients
 
 T = TypeVar("T")
 
@@ -306,6 +306,7 @@ def _enter() -> _Loop:
         # tears down thread-locals and modules is not the owning thread.
         _incref(loop)
         _thread.loop = loop
+        blocking_clients.open = True
     loop.users += 1
     return loop
 
@@ -322,6 +323,7 @@ def _leave(loop: _Loop) -> None:
                 loop.turn()
     loop.manager = None
     _thread.loop = None
+    blocking_clients.open = False
     _decref(loop)
 
 

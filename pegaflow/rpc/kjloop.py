@@ -22,6 +22,7 @@ import asyncio
 import collections
 import collections.abc
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from pegaflow.rpc.transport import Transport
 
 WIRE_TEXT_MAX = 2000
+blocking_clients = threading.local()
+"""``open`` is true in a thread whose blocking clients have a KJ loop: see rpc/blocking.py."""
 READ_BUFFER_BYTES = 256 * 1024
 
 
@@ -451,8 +454,9 @@ async def open_kj_loop() -> AsyncIterator[KjLoop]:
 
     All capnp objects of the thread must be gone when the block ends.
     """
-    if asyncio._get_running_loop() is not None:
-        raise RuntimeError("an event loop runs in this thread already")
+    if asyncio._get_running_loop() is not None or getattr(blocking_clients, "open", False):
+        # A second KJ loop in one thread aborts the process.
+        raise RuntimeError("an event loop, or an open blocking client, is in this thread already")
     loop = KjLoop()
     asyncio._set_running_loop(loop)  # type: ignore[arg-type]  # a facade, not a real loop
     try:

@@ -13,6 +13,7 @@ from fake_node import FakeNode, FakeSession, load_request, open_blocking, servin
 
 from pegaflow import errors
 from pegaflow.client.blocking import BlockingSession
+from pegaflow.client.session import open_kj_loop
 from pegaflow.model import messages as m
 
 SHORT_S = 0.05
@@ -121,3 +122,17 @@ async def test_a_peer_that_goes_away_is_noticed_by_the_next_poll() -> None:
     gone.set()
     await trio.to_thread.run_sync(thread.join)
     assert raised == [errors.PeerGone, errors.PeerGone]
+
+
+async def test_a_loop_beside_an_open_blocking_client_is_refused_and_aborts_nobody() -> None:
+    def client(address: str) -> None:
+        async def second_loop() -> None:
+            async with open_kj_loop():
+                pass
+
+        with open_blocking(address), pytest.raises(RuntimeError, match="blocking client"):
+            trio.run(second_loop)
+        trio.run(second_loop)  # and behind it there is room
+
+    async with serving(FakeNode()) as (address, _):
+        await in_thread(lambda: client(address))
